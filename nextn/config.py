@@ -1,0 +1,353 @@
+"""Configuration as data: the model (from config.json), the tree's shape and the engine's sizes.
+
+All three are frozen; a value that cannot work raises `ConfigError` with the value that would do.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from nextn.errors import CheckpointError, ConfigError
+
+MAX_TREE_NODES = 64
+"""Ancestor masks are one int64 a node, so a tree (or a draft step buffer) has at most 64 nodes."""
+
+DraftHidden = Literal["post-norm", "pre-norm"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: plain (factor 1) or YaRN; field names are those of config.json."""
+
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    interleave: bool = True
+
+    @property
+    def is_yarn(self) -> bool:
+        """Whether frequencies are interpolated; a factor of 1 is plain RoPE."""
+        return self.original_max_position_embeddings > 0
+
+    @staticmethod
+    def from_dict(config: Mapping[str, Any]) -> RopeConfig:
+        """Read `rope_scaling` (older files) or `rope_parameters` (transformers >= 5)."""
+        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        theta = float(config.get("rope_theta", scaling.get("rope_theta", 10000.0)))
+        interleave = bool(config.get("rope_interleave", True))
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind == "default":
+            return RopeConfig(theta=theta, interleave=interleave)
+        if kind != "yarn":
+            raise CheckpointError(f"rope_scaling type {kind!r} is not supported; nextn reads 'yarn' or none")
+        original = scaling.get("original_max_position_embeddings")
+        if original is None:
+            raise CheckpointError("rope_scaling of type yarn lacks original_max_position_embeddings")
+        return RopeConfig(
+            theta=theta,
+            factor=float(scaling["factor"]),
+            original_max_position_embeddings=int(original),
+            beta_fast=float(scaling.get("beta_fast") or 32.0),
+            beta_slow=float(scaling.get("beta_slow") or 1.0),
+            mscale=float(scaling.get("mscale", 1.0)),
+            mscale_all_dim=float(scaling.get("mscale_all_dim", 0.0)),
+            interleave=interleave,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The fields of a DeepSeek-V2/V3-family config.json that change the computation, by their own names."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    first_k_dense_replace: int
+    moe_layer_freq: int
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    scoring_func: Literal["sigmoid", "softmax"]
+    topk_method: Literal["noaux_tc", "greedy", "group_limited_greedy"]
+    num_nextn_predict_layers: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    bos_token_id: int
+    eos_token_ids: tuple[int, ...]
+    weight_block_size: tuple[int, int] = (128, 128)
+    scale_fmt: str | None = None
+    is_exported_draft: bool = False
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of one query head: the part without and the part with position."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Width of one cache entry: latent and rotated key (576 for V3)."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def has_nextn(self) -> bool:
+        """Whether the checkpoint announces a NextN layer to draft with."""
+        return self.num_nextn_predict_layers > 0
+
+    @property
+    def nextn_layer(self) -> int:
+        """Index of the NextN layer in this checkpoint's tensor names; always the cache's last layer."""
+        return 0 if self.is_exported_draft else self.num_hidden_layers
+
+    @property
+    def softmax_scale(self) -> float:
+        """1/sqrt(qk_head_dim), times YaRN's mscale_all_dim correction squared (HF's rule)."""
+        scale: float = self.qk_head_dim**-0.5
+        if self.rope.is_yarn and self.rope.mscale_all_dim:
+            scale *= yarn_mscale(self.rope.factor, self.rope.mscale_all_dim) ** 2
+        return scale
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether decoder layer `layer` has routed experts; the NextN layer always has."""
+        return self.n_routed_experts > 0 and (
+            layer >= self.num_hidden_layers
+            or (layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0)
+        )
+
+    @staticmethod
+    def from_dir(path: Path) -> ModelConfig:
+        """Read `path`/config.json; raises `CheckpointError` with a sentence when it is absent or unfit."""
+        file = path / "config.json"
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{file} does not exist; MODEL must be a checkpoint directory or 'demo'"
+            ) from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from None
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{file} must hold a JSON object")
+        return ModelConfig.from_dict(config)
+
+    @staticmethod
+    def from_dict(config: Mapping[str, Any]) -> ModelConfig:
+        """Decide by fields, not by model_type; raises `CheckpointError` for what is not MLA + MoE."""
+        _refuse_unsupported(config)
+        eos = config.get("eos_token_id", 1)
+        quantization = config.get("quantization_config") or {}
+        block = quantization.get("weight_block_size") or (128, 128)
+        scoring = config.get(
+            "scoring_func", "sigmoid" if config.get("model_type") != "deepseek_v2" else "softmax"
+        )
+        method = config.get("topk_method", "noaux_tc" if scoring == "sigmoid" else "greedy")
+        try:
+            return ModelConfig(
+                vocab_size=int(config["vocab_size"]),
+                hidden_size=int(config["hidden_size"]),
+                num_hidden_layers=int(config["num_hidden_layers"]),
+                num_attention_heads=int(config["num_attention_heads"]),
+                q_lora_rank=int(config["q_lora_rank"]) if config["q_lora_rank"] is not None else None,
+                kv_lora_rank=int(config["kv_lora_rank"]),
+                qk_nope_head_dim=int(config["qk_nope_head_dim"]),
+                qk_rope_head_dim=int(config["qk_rope_head_dim"]),
+                v_head_dim=int(config["v_head_dim"]),
+                intermediate_size=int(config["intermediate_size"]),
+                moe_intermediate_size=int(config.get("moe_intermediate_size") or 0),
+                first_k_dense_replace=int(config.get("first_k_dense_replace", 0)),
+                moe_layer_freq=int(config.get("moe_layer_freq", 1)),
+                n_routed_experts=int(config.get("n_routed_experts") or 0),
+                n_shared_experts=int(config.get("n_shared_experts") or 0),
+                num_experts_per_tok=int(config.get("num_experts_per_tok") or 0),
+                n_group=int(config.get("n_group") or 1),
+                topk_group=int(config.get("topk_group") or 1),
+                norm_topk_prob=bool(config.get("norm_topk_prob", scoring == "sigmoid")),
+                routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
+                scoring_func=scoring,
+                topk_method=method,
+                num_nextn_predict_layers=int(
+                    config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+                ),
+                max_position_embeddings=int(config["max_position_embeddings"]),
+                rms_norm_eps=float(config["rms_norm_eps"]),
+                rope=RopeConfig.from_dict(config),
+                bos_token_id=int(config.get("bos_token_id") or 0),
+                eos_token_ids=tuple(eos) if isinstance(eos, list) else (int(eos),),
+                weight_block_size=(int(block[0]), int(block[1])),
+                scale_fmt=quantization.get("scale_fmt"),
+                is_exported_draft="DeepseekV3ForCausalLMNextN" in (config.get("architectures") or ()),
+            )
+        except KeyError as error:
+            raise CheckpointError(
+                f"config.json lacks {error.args[0]!r}, which every DeepSeek-V2/V3-family model has"
+            ) from None
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    """Name the reason why a checkpoint of another family cannot run here."""
+    kind = config.get("model_type", "?")
+    if "text_config" in config:
+        raise CheckpointError(f"model_type {kind!r} nests a text_config; only text checkpoints are supported")
+    if "index_topk" in config or "index_n_heads" in config:
+        raise CheckpointError(
+            f"model_type {kind!r} uses sparse attention (an indexer), which is not supported"
+        )
+    if "kv_lora_rank" not in config:
+        raise CheckpointError(
+            f"model_type {kind!r} has no kv_lora_rank: it is not an MLA model, so it is not supported"
+        )
+    if config.get("attention_bias"):
+        raise CheckpointError("attention_bias is true; no DeepSeek-V3-family checkpoint has biases")
+    if config.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"hidden_act {config['hidden_act']!r} is not supported; only 'silu' is")
+    if config.get("scoring_func", "sigmoid") not in ("sigmoid", "softmax"):
+        raise CheckpointError(f"scoring_func {config['scoring_func']!r} is not supported")
+    if config.get("topk_method", "noaux_tc") not in ("noaux_tc", "greedy", "group_limited_greedy"):
+        raise CheckpointError(f"topk_method {config['topk_method']!r} is not supported")
+    if config.get("tie_word_embeddings"):
+        raise CheckpointError("tie_word_embeddings is true, which is not supported")
+    method = (config.get("quantization_config") or {}).get("quant_method", "fp8")
+    if method != "fp8":
+        raise CheckpointError(
+            f"quant_method {method!r} is not supported; nextn reads block FP8, bf16 and fp32"
+        )
+    if int(config.get("num_nextn_predict_layers") or 0) > 1:
+        raise CheckpointError("num_nextn_predict_layers is above 1; one NextN layer is supported")
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's attention magnitude m(F, a) = 0.1 a ln F + 1 (1 when F <= 1)."""
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SpecConfig:
+    """Shape of the draft tree.
+
+    num_steps S: levels of the tree, so the draft's depth. topk k: children kept a node, and the beam.
+    draft_tokens D: tokens verified a cycle, the root included. 1 <= D-1 <= k + (S-1)k^2; k = 1 is a
+    chain and D = S+1.
+    """
+
+    num_steps: int = 2
+    topk: int = 4
+    draft_tokens: int = 4
+
+    def __post_init__(self) -> None:
+        s, k, d = self.num_steps, self.topk, self.draft_tokens
+        if s < 1:
+            raise ConfigError(f"--num-steps {s} drafts nothing; use 1 or more, or --spec off")
+        if k < 1:
+            raise ConfigError(f"--topk {k} keeps no child; use 1 or more")
+        if d < 2:
+            raise ConfigError(f"--draft-tokens {d} leaves no token to verify; use 2 or more, or --spec off")
+        if d > MAX_TREE_NODES:
+            raise ConfigError(f"--draft-tokens {d} is above {MAX_TREE_NODES}, the most nodes a tree may have")
+        if k * (s - 1) > MAX_TREE_NODES:
+            most = MAX_TREE_NODES // k + 1
+            raise ConfigError(
+                f"--num-steps {s} with --topk {k} needs {k * (s - 1)} draft entries, above {MAX_TREE_NODES}; "
+                f"use --num-steps {most} or less"
+            )
+        if k == 1 and d != s + 1:
+            raise ConfigError(
+                f"--topk 1 is a chain, so --draft-tokens must be {s + 1} (num-steps + 1), not {d}"
+            )
+        if d - 1 > self.pool_size:
+            raise ConfigError(
+                f"--draft-tokens {d} is more than the tree can hold: --num-steps {s} --topk {k} drafts "
+                f"{self.pool_size} tokens, so use --draft-tokens "
+                f"{min(self.pool_size + 1, MAX_TREE_NODES)} or less"
+            )
+
+    @property
+    def pool_size(self) -> int:
+        """Candidates drafted a cycle: k + (S-1) k^2."""
+        return self.topk + (self.num_steps - 1) * self.topk**2
+
+    @property
+    def width(self) -> int:
+        """Most tokens that a cycle can emit: accepted draft tokens and the bonus."""
+        return min(self.num_steps, self.draft_tokens - 1) + 1
+
+    @staticmethod
+    def parse(text: str) -> SpecConfig:
+        """Read `S/k/D`, e.g. 2/4/4."""
+        parts = text.split("/")
+        if len(parts) != 3 or not all(part.isdigit() for part in parts):
+            raise ConfigError(f"{text!r} is not a tree shape; write steps/topk/draft-tokens, such as 2/4/4")
+        return SpecConfig(*(int(part) for part in parts))
+
+    def __str__(self) -> str:
+        return f"{self.num_steps}/{self.topk}/{self.draft_tokens}"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Sizes and choices of one engine. `None` means: chosen from the model and the machine at start."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    spec: SpecConfig | None = field(default_factory=SpecConfig)
+    draft_model: str | None = None
+    draft_hidden: DraftHidden = "post-norm"
+    coupled_drafting: bool = True
+    max_model_len: int | None = None
+    max_running_requests: int = 16
+    max_waiting_requests: int = 1024
+    page_size: int = 64
+    num_pages: int | None = None
+    mem_fraction: float = 0.85
+    chunked_prefill_size: int = 2048
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    seed: int = 0
+    max_draft_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("--max-running-requests", self.max_running_requests, 1)
+        _at_least("--max-waiting-requests", self.max_waiting_requests, 1)
+        _at_least("--page-size", self.page_size, 1)
+        _at_least("--chunked-prefill-size", self.chunked_prefill_size, 1)
+        if self.num_pages is not None:
+            _at_least("--num-pages", self.num_pages, 1)
+        if self.max_model_len is not None:
+            _at_least("--max-model-len", self.max_model_len, 2)
+        if not 0.0 < self.mem_fraction <= 1.0:
+            raise ConfigError(f"--mem-fraction {self.mem_fraction} must be above 0 and at most 1")
+        if self.dtype not in ("auto", "float64", "float32", "bfloat16"):
+            raise ConfigError(f"--dtype {self.dtype!r} must be auto, float64, float32 or bfloat16")
+        if self.draft_hidden not in ("post-norm", "pre-norm"):
+            raise ConfigError(f"--draft-hidden {self.draft_hidden!r} must be post-norm or pre-norm")
+        if self.load_format not in ("safetensors", "dummy"):
+            raise ConfigError(f"--load-format {self.load_format!r} must be safetensors or dummy")
+
+    @property
+    def largest_tree(self) -> int:
+        """Slots to reserve beyond a row's length: the largest D in use (1 for plain decoding)."""
+        return max(self.max_draft_tokens, self.spec.draft_tokens if self.spec else 1)
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name} {value} must be at least {least}")

@@ -1,0 +1,1 @@
+"""Scheduling, memory, and the speculative step; knows tokens and tensors, nothing of HTTP."""

@@ -1,0 +1,1 @@
+"""The DeepSeek-V3 target, its NextN layer and their weights."""

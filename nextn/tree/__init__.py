@@ -1,0 +1,1 @@
+"""Draft trees: growth, shape, acceptance. Tensors and rules only; knows no model."""
