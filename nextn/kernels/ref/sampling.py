@@ -1,0 +1,238 @@
+"""Counter-based sampling: the processed distribution, Gumbel noise keyed by (seed, position), the choice.
+
+The token at absolute position t is argmax over tokens of (processed log-probability + noise), and the
+noise is a function of the request's seed, t and the token id alone. So the text depends neither on the
+batch nor on the tree that was verified, and the draft can rank its children with the very same noise.
+Random bits: Philox4x32-10 (Salmon et al., SC 2011). Legend: B rows, M nodes a row, V vocabulary,
+L path tokens a node.
+
+Every row's result is bit for bit the same whatever the other rows ask for: the host flags skip work, they
+never change what a row without penalties, filters or temperature gets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+WORD = 0xFFFFFFFF  # words of 32 bits, held in int64
+ROUNDS = 10
+# The Philox multipliers less 2^32, so that word * multiplier fits int64 (see `_multiply`).
+MULTIPLIERS = (0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+CPU_BLOCK = 32768  # words at a time: what one round writes stays in the cache (2 to 7 times as fast)
+
+MakeNoise = Callable[[Tensor, Tensor, Tensor, int, torch.dtype], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How each row of a batch chooses its tokens.
+
+    The flags are host booleans, true when at least one row needs that work. temperature 0 is greedy: no
+    noise, no filters. top_k 0, top_p 1, min_p 0, frequency 0, presence 0, repetition 1 are off.
+    """
+
+    temperature: Tensor  # [B] float32
+    top_k: Tensor  # [B] int64
+    top_p: Tensor  # [B] float32
+    min_p: Tensor  # [B] float32
+    frequency: Tensor  # [B] float32
+    presence: Tensor  # [B] float32
+    repetition: Tensor  # [B] float32
+    seed: Tensor  # [B] int64, the 64 bits of the key
+    choice: Tensor  # [B] int64, which of a request's n choices
+    counts: Tensor  # [B, V] int32, committed output tokens, the root included
+    prompt_seen: Tensor  # [B, V] bool
+    any_sampled: bool
+    any_filter: bool
+    any_penalty: bool
+
+
+def process_logits(logits: Tensor, batch: SamplingBatch, path_tokens: Tensor, path_valid: Tensor) -> Tensor:
+    """The processed log-probabilities of every node, [B, M, V] float32 (float64 for float64 logits).
+
+    logits [B, M, V]; path_tokens [B, M, L] int64 and path_valid [B, M, L] bool are the draft tokens from
+    below the root down to the node itself, which penalties count beside `counts`. Order: penalties,
+    temperature (rows with T = 0 stay as they are and skip the filters), min_p, top_k, top_p on what
+    remains, renormalise. Filtered tokens are -inf. NaN logits count as -inf and +inf as the largest
+    float; a node with no finite logit gets -inf throughout.
+    """
+    x = logits if logits.dtype == torch.float64 else logits.float()
+    if batch.any_penalty:
+        x = _penalise(x, batch, path_tokens, path_valid)
+    x = torch.nan_to_num(x, nan=-math.inf, neginf=-math.inf)
+    if batch.any_sampled:
+        x = _temper(x, batch)
+        if batch.any_filter:
+            x = x.masked_fill(~_filter(x, batch), -math.inf)
+    return torch.nan_to_num(x.log_softmax(-1), nan=-math.inf, neginf=-math.inf)
+
+
+def perturb(logp: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
+    """Scores whose argmax samples from `logp`: noise is added in rows with T > 0.
+
+    logp [B, M, V]; positions [B, M] int64, the absolute position of the token to be chosen, or [B, 1]
+    where all nodes of a row stand at the same one (the noise is then made once a row).
+    """
+    if not batch.any_sampled:
+        return logp
+    return logp + _row_noise(batch, positions, logp.shape[-1], logp.dtype, gumbel_noise)
+
+
+def level_noise(
+    batch: SamplingBatch,
+    first: Tensor,
+    levels: int,
+    vocab: int,
+    dtype: torch.dtype,
+    make_noise: MakeNoise | None = None,
+) -> Tensor:
+    """Noise of `levels` consecutive positions from `first` [B] int64 on, [B, levels, V]; 0 where T = 0.
+
+    One call serves a whole cycle: level l of the draft and every tree node of depth l-1 choose a token
+    for the same position. Without sampled rows the result is [B, levels, 1] of zeros. `make_noise` stands
+    in for `gumbel_noise`, which it must equal: a kernel.
+    """
+    if not batch.any_sampled:
+        return torch.zeros(first.shape[0], levels, 1, dtype=dtype, device=first.device)
+    positions = first.unsqueeze(1) + torch.arange(levels, device=first.device)
+    return _row_noise(batch, positions, vocab, dtype, make_noise or gumbel_noise)
+
+
+def add_noise(logp: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+    """What `perturb` gives, from noise made once: node m of a row gets noise[row, level[row, m]].
+
+    logp [B, M, V], noise [B, levels, V or 1] from `level_noise`, level [B, M] int64 (a tree's depth).
+    """
+    rows = torch.arange(level.shape[0], device=level.device).unsqueeze(1)
+    return logp + noise[rows, level]
+
+
+def pick(scores: Tensor) -> Tensor:
+    """The best token of each node: scores [B, M, V] without NaN -> [B, M] int64, ties to the lower id."""
+    return scores.argmax(-1)
+
+
+def child_values(scores: Tensor, logp: Tensor, batch: SamplingBatch, tau: float = 1.0) -> Tensor:
+    """What a draft child adds to its path's value, [B, M, V], 0 or below.
+
+    Rows with T > 0: log_softmax(scores / tau), the chance that the target picks the child given the
+    shared noise, where tau stands for how far the target's log-probabilities differ from the draft's.
+    Rows with T = 0: logp. `scores` are `logp` perturbed, both [B, M, V].
+    """
+    if not batch.any_sampled:
+        return logp
+    coupled = (scores / tau).log_softmax(-1)
+    return torch.where(_per_row(batch.temperature) > 0, coupled, logp)
+
+
+def gumbel_noise(seed: Tensor, position: Tensor, choice: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
+    """Standard Gumbel noise, [N, vocab], a function of its own row's (seed, position, choice) and the id.
+
+    seed, position, choice [N] int64. With x the first word of Philox at counter (id, position, choice, 0)
+    and the seed as the key, low word first: u = min((x + 0.5) 2^-32, 1 - 2^-24), g = -log(-log1p(-u)).
+    u is exact and the logarithms are taken in float64, then rounded to `dtype`, so that devices agree
+    up to the rounding of float64 logarithms.
+    """
+    t, c = (position & WORD).unsqueeze(1), (choice & WORD).unsqueeze(1)  # [N, 1]
+    key = ((seed & WORD).unsqueeze(1), ((seed >> 32) & WORD).unsqueeze(1))
+    noise = torch.empty(seed.shape[0], vocab, dtype=dtype, device=seed.device)
+    block = max(CPU_BLOCK // max(seed.shape[0], 1), 4096) if seed.device.type == "cpu" else vocab
+    for first in range(0, vocab, block):
+        token = torch.arange(first, min(first + block, vocab), device=seed.device).unsqueeze(0)
+        x = philox((token, t, c, torch.zeros_like(t)), key)[0]  # [N, block]
+        u = ((x.to(torch.float64) + 0.5) * 2.0**-32).clamp_(max=1.0 - 2.0**-24)
+        noise[:, first : first + block] = u.neg_().log1p_().neg_().log_().neg_()
+    return noise
+
+
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10: four words out for four counter words and two key words, all int64 below 2^32.
+
+    The words broadcast against each other, so a word that is the same along a dimension costs nothing.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        high0, low0 = _multiply(c0, MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + KEY_STEPS[0]) & WORD, (k1 + KEY_STEPS[1]) & WORD
+    return c0, c1, c2, c3
+
+
+def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """High and low word of word * (multiplier + 2^32), for a multiplier in (-2^31, 0).
+
+    word * multiplier fits int64; the missing word * 2^32 adds `word` to the high half alone.
+    """
+    product = word * multiplier
+    return (product >> 32) + word, product & WORD
+
+
+def _per_row(parameter: Tensor) -> Tensor:
+    """[B] -> [B, 1, 1], to broadcast over nodes and tokens."""
+    return parameter[:, None, None]
+
+
+def _row_noise(
+    batch: SamplingBatch, positions: Tensor, vocab: int, dtype: torch.dtype, make_noise: MakeNoise
+) -> Tensor:
+    """Noise at each row's own positions [B, n] in rows with T > 0, zero elsewhere: [B, n, V]."""
+    rows, count = positions.shape
+    seed = batch.seed.unsqueeze(1).expand(rows, count)
+    choice = batch.choice.unsqueeze(1).expand(rows, count)
+    noise = make_noise(seed.flatten(), positions.flatten(), choice.flatten(), vocab, dtype)
+    return torch.where(_per_row(batch.temperature) > 0, noise.view(rows, count, vocab), 0.0)
+
+
+def _penalise(x: Tensor, batch: SamplingBatch, path_tokens: Tensor, path_valid: Tensor) -> Tensor:
+    """Repetition (prompt, output and own path), then frequency and presence (output and own path).
+
+    Repetition divides positive logits and multiplies negative ones, as in Hugging Face transformers.
+    """
+    counts = batch.counts.unsqueeze(1).expand(x.shape).clone()  # [B, M, V] int32
+    counts.scatter_add_(2, torch.where(path_valid, path_tokens, 0), path_valid.to(counts.dtype))
+    written = counts > 0
+    seen = written | batch.prompt_seen.unsqueeze(1)
+    repetition = _per_row(batch.repetition).to(x.dtype)
+    x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
+    x = x - _per_row(batch.frequency).to(x.dtype) * counts
+    return x - _per_row(batch.presence).to(x.dtype) * written
+
+
+def _temper(x: Tensor, batch: SamplingBatch) -> Tensor:
+    """Divide by T in rows with T > 0, relative to the node's maximum: a small T cannot overflow."""
+    temperature = _per_row(batch.temperature).to(x.dtype)
+    sampled = temperature > 0
+    top = x.amax(-1, keepdim=True)
+    shift = torch.where(sampled & (top > -math.inf), top, 0.0)
+    return (x - shift) / torch.where(sampled, temperature, 1.0)
+
+
+def _filter(x: Tensor, batch: SamplingBatch) -> Tensor:
+    """Which tokens min_p, top_k and top_p keep, [B, M, V] bool, for tempered logits without NaN.
+
+    In descending order each filter keeps a front, so one stable sort serves all three. The mass of top_p
+    is summed in float64: what a float32 sum over a vocabulary loses could move the cut.
+    """
+    sampled = batch.temperature > 0
+    top_k = _per_row(torch.where(sampled & (batch.top_k > 0), batch.top_k, x.shape[-1]))
+    min_p = _per_row(torch.where(sampled, batch.min_p, 0.0)).to(x.dtype)
+    top_p = _per_row(torch.where(sampled, batch.top_p, 1.0)).double()
+    ordered, index = torch.sort(x, dim=-1, descending=True, stable=True)
+    keep = ordered >= ordered[..., :1] + min_p.log()
+    keep &= torch.arange(x.shape[-1], device=x.device) < top_k
+    mass = ordered.double().masked_fill(~keep, -math.inf).softmax(-1)
+    before = F.pad(mass.cumsum(-1)[..., :-1], (1, 0))  # [B, M, V] mass of the tokens ahead
+    keep &= (before < top_p) | (top_p >= 1.0)
+    keep[..., 0] = True
+    return torch.zeros_like(keep).scatter_(-1, index, keep)

@@ -1,0 +1,144 @@
+"""The cache kernels change the slots they should, bit for bit as their twins, and no other byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nextn.kernels import kv_cache, ops
+from nextn.kernels.ref import kv_cache as ref
+from tests.compare import assert_close
+from tests.conftest import HAS_CUDA, poison_
+
+WHERE = torch.device("cuda" if HAS_CUDA else "cpu")  # hypothesis tests take no function-scoped fixture
+PAGE = 4
+
+
+def cache_of(layers: int, pages: int, width: int, dtype: torch.dtype) -> Tensor:
+    """[layers, pages, PAGE, width] without unused bits: random, but the last page holds NaN."""
+    cache = torch.randn(layers, pages, PAGE, width, device=WHERE).to(dtype)
+    poison_(cache[:, -1])
+    return cache
+
+
+def invalid_slots(slots: Tensor, valid: Tensor) -> Tensor:
+    """The same slots with addresses that must not be used where not valid."""
+    return torch.where(valid, slots, 2_147_480_000)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [20, 64, 576])
+@pytest.mark.parametrize("masked", [False, True])
+def test_write_latents_equals_its_twin(masked, width, dtype):
+    actual = cache_of(1, 6, width, dtype)[0]
+    expected = actual.clone()
+    slots = torch.randperm(6 * PAGE, device=WHERE)[:7]
+    wide = torch.randn(7, width + 3, device=WHERE).to(dtype)
+    latents = wide[:, :width]  # rows further apart than they are long
+    valid = torch.tensor([1, 0, 1, 1, 0, 1, 0], dtype=torch.bool, device=WHERE) if masked else None
+    if valid is not None:
+        poison_(wide[~valid])
+        slots = invalid_slots(slots, valid)
+    kv_cache.write_latents(actual, slots, latents, valid)
+    ref.write_latents(expected, slots, latents, valid)
+    assert_close(actual, expected, "bitwise")
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_write_of_nothing_valid_changes_nothing(count):
+    cache = cache_of(1, 3, 20, torch.float32)[0]
+    before = cache.clone()
+    latents = torch.full((count, 20), torch.nan, device=WHERE)
+    none = torch.zeros(count, dtype=torch.bool, device=WHERE)
+    kv_cache.write_latents(cache, torch.full((count,), -1, device=WHERE), latents, none)
+    assert_close(cache, before, "bitwise")
+
+
+@st.composite
+def paths(draw: st.DrawFn) -> tuple[list[list[int]], list[list[bool]]]:
+    """Accepted node numbers of 1 to 3 rows (ascending from 0, the last repeated as padding) and validity."""
+    width = draw(st.integers(1, 5))
+    nodes, valid = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        length = draw(st.integers(0, width))
+        path = [0, *sorted(draw(st.sets(st.integers(1, 7), min_size=width, max_size=width)))][:length]
+        nodes.append(path + [path[-1] if path else 0] * (width - length))
+        valid.append([i < length for i in range(width)])
+    return nodes, valid
+
+
+def test_compact_equals_loading_all_before_storing_any() -> None:
+    """Paths such as 0, 2, 5 overlap their own targets; rows start anywhere, in pages of their own."""
+
+    @given(paths(), st.sampled_from([20, 130]), st.integers(0, PAGE))
+    def check(case: tuple[list[list[int]], list[list[bool]]], width: int, start: int) -> None:
+        path, valid = torch.tensor(case[0], device=WHERE), torch.tensor(case[1], device=WHERE)
+        rows, steps = path.shape
+        pages = torch.arange(rows * 3, device=WHERE).view(rows, 3).flip(1)
+        actual = cache_of(2, rows * 3 + 1, width, torch.float32)
+        expected = actual.clone()
+
+        def slots(position: Tensor) -> Tensor:
+            return pages.gather(1, position // PAGE) * PAGE + position % PAGE
+
+        source = slots(start + path)
+        target = invalid_slots(slots(start + torch.arange(steps, device=WHERE).expand(rows, -1)), valid)
+        flat, before = expected.flatten(1, 2), actual.flatten(1, 2)
+        flat[:, target[valid]] = before[:, source[valid]]
+        kv_cache.compact(actual, invalid_slots(source, valid), target, valid)
+        assert_close(actual, expected, "bitwise")
+
+    check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_compact_equals_its_twin(dtype):
+    """On a slice of the layers, as the target's cache is, with the slots of invalid entries out of range."""
+    whole = cache_of(3, 5, 576, dtype)
+    actual, expected = whole[:-1], whole.clone()[:-1]
+    source = torch.tensor([[0, 2, 5], [9, 10, 9]], device=WHERE)
+    valid = torch.tensor([[True, True, True], [True, True, False]], device=WHERE)
+    target = invalid_slots(torch.tensor([[0, 1, 2], [8, 9, 10]], device=WHERE), valid)
+    last = whole[-1].clone()
+    kv_cache.compact(actual, source, target, valid)
+    ref.compact(expected, source, target, valid)
+    assert_close(actual, expected, "bitwise")
+    assert_close(whole[-1], last, "bitwise", what="the layer outside the slice")
+
+
+@pytest.mark.gpu
+def test_compact_of_long_overlapping_paths_has_no_race():
+    """64 nodes move one slot down, in many rows and layers: a store before its slot's load would show."""
+    cache = torch.randn(16, 64 * 17, PAGE, 576, device=WHERE).bfloat16()
+    rows = torch.arange(64, device=WHERE).unsqueeze(1) * 17 * PAGE
+    target = rows + torch.arange(64, device=WHERE)
+    expected = cache.clone()
+    expected.flatten(1, 2)[:, target.flatten()] = cache.flatten(1, 2)[:, target.flatten() + 1]
+    kv_cache.compact(cache, target + 1, target, torch.ones_like(target, dtype=torch.bool))
+    assert_close(cache, expected, "bitwise")
+
+
+def test_kernels_refuse_what_they_would_misread():
+    cache, slots = cache_of(1, 3, 20, torch.float32)[0], torch.arange(2, device=WHERE)
+    with pytest.raises(AssertionError, match=r"latents are torch\.bfloat16"):
+        kv_cache.write_latents(cache, slots, torch.zeros(2, 20, device=WHERE).bfloat16())
+    with pytest.raises(AssertionError, match="21 columns"):
+        kv_cache.write_latents(cache, slots, torch.zeros(2, 21, device=WHERE))
+    with pytest.raises(AssertionError, match="pages must follow"):
+        kv_cache.write_latents(cache[:, :2], slots, torch.zeros(2, 20, device=WHERE))
+
+
+def test_ops_write_and_compact():
+    """The dispatching names do what the kernels do."""
+    actual = cache_of(2, 3, 20, torch.float32)
+    expected = actual.clone()
+    latents, slots = torch.randn(2, 20, device=WHERE), torch.tensor([[1, 5]], device=WHERE)
+    yes = torch.ones(1, 2, dtype=torch.bool, device=WHERE)
+    ops.write_latents(actual[0], slots[0], latents)
+    ops.compact(actual, slots, slots - 1, yes)
+    ref.write_latents(expected[0], slots[0], latents)
+    ref.compact(expected, slots, slots - 1, yes)
+    assert_close(actual, expected, "bitwise")
