@@ -1,0 +1,378 @@
+"""`bench_one_batch`: one process, no server; a speculative and a plain run over the same prompts.
+
+Prints a table for people and, last, one JSON object a case for machines. Speculation on random weights is
+almost never accepted, so `--simulate-accept-length` fixes how many tokens a cycle emits; every figure says
+which it was (`accept_mode`, `token_mode`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from nextn import __version__
+from nextn.config import EngineConfig, SpecConfig
+from nextn.engine.engine import Engine
+from nextn.engine.flags import add_engine_flags, engine_config
+from nextn.engine.llm import resolve_model
+from nextn.engine.request import Request, SamplingParams
+from nextn.engine.scheduler import DecodeBatch, PrefillBatch, Running
+from nextn.engine.stats import Acceptance
+from nextn.engine.step import Simulation
+from nextn.errors import ConfigError, NextnError
+from nextn.models.moe import Gate
+
+logger = logging.getLogger(__name__)
+
+WARMUP_CYCLES = 3
+FIXED_TOKEN = 100
+
+
+class PhaseTimer:
+    """Milliseconds between marks, by phase; CUDA events on a GPU, the clock on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
+        self.phases: dict[str, list[float]] = {}
+
+    def mark(self, phase: str) -> None:
+        """The named phase ends here."""
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((phase, event))
+        else:
+            self._marks.append((phase, time.perf_counter()))
+
+    def collect(self) -> None:
+        """Turn the marks of one cycle, the first of which is its start, into durations."""
+        for (_, before), (phase, after) in zip(self._marks, self._marks[1:], strict=False):
+            if isinstance(before, float) and isinstance(after, float):
+                milliseconds = (after - before) * 1e3
+            else:
+                assert isinstance(before, torch.cuda.Event)
+                assert isinstance(after, torch.cuda.Event)
+                after.synchronize()
+                milliseconds = before.elapsed_time(after)
+            self.phases.setdefault(phase, []).append(milliseconds)
+        self._marks.clear()
+
+    def median(self, phase: str) -> float:
+        """Median of a phase, 0 if it never ran."""
+        return statistics.median(self.phases.get(phase, [0.0]))
+
+
+class BatchRun:
+    """One batch of equal requests driven by hand, so that each cycle can be timed and simulated."""
+
+    def __init__(
+        self, engine: Engine, prompts: Sequence[Sequence[int]], output_len: int, temperature: float
+    ) -> None:
+        self.engine = engine
+        self.timer = PhaseTimer(engine.worker.state.device)
+        self.acceptance = Acceptance()
+        self.cycle_ms: list[float] = []
+        params = SamplingParams(max_tokens=output_len, temperature=temperature, seed=0, ignore_eos=True)
+        for index, prompt in enumerate(prompts):
+            engine.scheduler.add(Request(f"bench-{index}", list(prompt), params))
+        self.entries: tuple[Running, ...] = ()
+        self.prefill_ms = self._prefill()
+
+    def cycles(
+        self, spec: SpecConfig | None, tokens: int, lengths: Iterator[int] | None, fixed: int | None
+    ) -> None:
+        """Run cycles until every request has emitted `tokens`; the first few are warm-up and not counted."""
+        emitted = [0] * len(self.entries)
+        count = 0
+        while min(emitted) < tokens:
+            simulation = Simulation(next(lengths), fixed) if lengths and spec else None
+            step = self.one_cycle(spec, simulation)
+            count += 1
+            if count <= WARMUP_CYCLES:
+                self.timer.phases.clear()
+                continue
+            self.cycle_ms.append(step[0])
+            for index, run in enumerate(step[1]):
+                emitted[index] += len(run)
+                self.acceptance.record(len(run), spec.draft_tokens - 1 if spec else 0)
+
+    def one_cycle(
+        self, spec: SpecConfig | None, simulation: Simulation | None
+    ) -> tuple[float, list[list[int]]]:
+        """One decode step: (milliseconds on the host's clock, tokens of each request)."""
+        worker, scheduler = self.engine.worker, self.engine.scheduler
+        batch = scheduler.next_batch()
+        if not isinstance(batch, DecodeBatch) or batch.entries != self.entries:
+            raise ConfigError("the cache is too small for this batch; raise --num-pages or --mem-fraction")
+        started = time.perf_counter()
+        for entry in self.entries:
+            worker.set_pages(entry)
+        self.timer.mark("start")
+        emitted = worker.decode(self.entries, spec, simulation=simulation, mark=self.timer.mark)
+        elapsed = (time.perf_counter() - started) * 1e3
+        self.timer.collect()
+        for entry, tokens in zip(self.entries, emitted.tokens, strict=True):
+            entry.length += len(tokens)
+            entry.request.output_tokens += tokens
+        return elapsed, emitted.tokens
+
+    def close(self) -> None:
+        """Free the rows and the pages."""
+        for entry in self.entries:
+            self.engine.scheduler.finish(entry)
+
+    def _prefill(self) -> float:
+        worker, scheduler = self.engine.worker, self.engine.scheduler
+        started = time.perf_counter()
+        known: set[Running] = set()
+        while isinstance(batch := scheduler.next_batch(), PrefillBatch):
+            for entry in scheduler.running:
+                if entry not in known:
+                    worker.start_row(entry, seed=len(known))
+                    known.add(entry)
+            tokens = iter(worker.prefill(batch.chunks))
+            for chunk in batch.chunks:
+                chunk.entry.length += chunk.length
+                if chunk.is_last:
+                    chunk.entry.request.output_tokens.append(next(tokens))
+        if scheduler.waiting:
+            raise ConfigError("the batch does not fit the cache; raise --num-pages or --mem-fraction")
+        self.entries = tuple(scheduler.running)
+        return (time.perf_counter() - started) * 1e3
+
+
+def simulated_lengths(mean: float, seed: int) -> Iterator[int]:
+    """Endless floor(mean) or ceil(mean), drawn so that the mean is `mean`."""
+    draw = random.Random(seed)
+    low = math.floor(mean)
+    while True:
+        yield low + (draw.random() < mean - low)
+
+
+@contextmanager
+def count_experts(engine: Engine) -> Iterator[list[int]]:
+    """Collect the number of distinct experts of every target gate call while the context is open."""
+    counts: list[int] = []
+
+    def hook(_module: torch.nn.Module, _args: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        counts.append(int(torch.unique(output[1]).numel()))
+
+    gates = [module for module in engine.worker.models.target.modules() if isinstance(module, Gate)]
+    handles = [gate.register_forward_hook(hook) for gate in gates]
+    try:
+        yield counts
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def run_case(engine: Engine, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> dict[str, object]:
+    """Measure one batch, with speculation and plainly, and return the case's JSON object."""
+    spec = engine.spec
+    simulate = args.simulate_accept_length
+    lengths = simulated_lengths(simulate, args.seed) if simulate else None
+    vocab = engine.worker.models.cfg.vocab_size
+    fixed = min(FIXED_TOKEN, vocab - 1) if args.token_mode == "fixed" else None
+    case: dict[str, object] = {}
+    experts = 0.0
+    if spec is not None:
+        run = BatchRun(engine, prompts, args.output_len, args.temperature)
+        run.cycles(spec, args.output_len, lengths, fixed)
+        with count_experts(engine) as counts:
+            for _ in range(2):
+                run.one_cycle(spec, Simulation(next(lengths), fixed) if lengths else None)
+        run.close()
+        experts = statistics.fmean(counts) if counts else 0.0
+        case = _spec_figures(run)
+    plain = BatchRun(engine, prompts, args.output_len, args.temperature)
+    plain.cycles(None, args.output_len, None, None)
+    plain.close()
+    plain_ms = statistics.median(plain.cycle_ms)
+    return {
+        "model": args.model,
+        "device": _device_name(engine.worker.state.device),
+        "dtype": str(engine.worker.state.cache.dtype).removeprefix("torch."),
+        "batch_size": len(prompts),
+        "input_len": args.input_len,
+        "output_len": args.output_len,
+        "num_steps": spec.num_steps if spec else 0,
+        "topk": spec.topk if spec else 0,
+        "draft_tokens": spec.draft_tokens if spec else 0,
+        "prefill_ms": round(plain.prefill_ms, 3),
+        **case,
+        "plain_ms": round(plain_ms, 3),
+        "plain_tokens_per_s": round(1e3 / statistics.fmean(plain.cycle_ms), 2),
+        "accept_mode": "simulated" if simulate else "real",
+        "token_mode": args.token_mode,
+        "distinct_experts": round(experts, 2),
+        "commit": _commit(),
+    }
+
+
+def _spec_figures(run: BatchRun) -> dict[str, object]:
+    """Fields of a speculative run; tokens_per_s is a request's, cycle_ms the host's clock."""
+    mean_ms = statistics.fmean(run.cycle_ms)
+    return {
+        "accept_length": round(run.acceptance.length, 4),
+        "accept_histogram": {str(k): v for k, v in sorted(run.acceptance.by_length.items())},
+        "cycle_ms": round(statistics.median(run.cycle_ms), 3),
+        **{
+            f"{phase}_ms": round(run.timer.median(phase), 3)
+            for phase in ("draft", "verify", "accept", "extend")
+        },
+        "tokens_per_s": round(run.acceptance.length * 1e3 / mean_ms, 2),
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x{torch.get_num_threads()}"
+
+
+def _commit() -> str:
+    """The commit of the checkout that this file stands in, else the package's version."""
+    here = Path(__file__).resolve().parent
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return f"v{__version__}"
+    return found.stdout.strip()
+
+
+def make_prompts(args: argparse.Namespace, engine: Engine, batch_size: int) -> list[list[int]]:
+    """`batch_size` prompts of `input_len` tokens: text of `--prompts` end to end, or random ids."""
+    if args.prompts is None:
+        draw = random.Random(args.seed)
+        vocab = engine.worker.models.cfg.vocab_size
+        return [[draw.randrange(vocab) for _ in range(args.input_len)] for _ in range(batch_size)]
+    if engine.tokenizer is None:
+        raise ConfigError("--prompts needs a tokenizer, which --load-format dummy does not load")
+    lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
+    stream: list[int] = []
+    needed = batch_size * args.input_len
+    texts = [str(json.loads(line)["prompt"]) for line in lines if "prompt" in json.loads(line)]
+    if not texts:
+        raise ConfigError(f"{args.prompts} has no line with a 'prompt'")
+    while len(stream) < needed:
+        for text in texts:
+            stream += engine.tokenizer.encode(text, add_special_tokens=False)
+    return [stream[i * args.input_len : (i + 1) * args.input_len] for i in range(batch_size)]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench_one_batch", description=__doc__.split("\n\n")[0])
+    add_engine_flags(parser)
+    parser.add_argument(
+        "--batch-size", type=int, nargs="+", default=[1], help="requests in the batch (several cases)"
+    )
+    parser.add_argument("--input-len", type=int, default=1024, help="prompt tokens a request (default 1024)")
+    parser.add_argument(
+        "--output-len", type=int, default=256, help="tokens to generate a request (default 256)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="sampling temperature (default 0, greedy)"
+    )
+    parser.add_argument(
+        "--prompts", help="JSONL with a 'prompt' a line, laid end to end (default: random token ids)"
+    )
+    parser.add_argument(
+        "--simulate-accept-length",
+        type=float,
+        help="emit this many tokens a cycle on average, whatever the target says",
+    )
+    parser.add_argument(
+        "--token-mode",
+        choices=("real", "fixed"),
+        default="real",
+        help="with simulation: keep the draft's tokens, or write one fixed id for each (default real)",
+    )
+    return parser
+
+
+def _check(args: argparse.Namespace, config: EngineConfig) -> None:
+    for name in ("input_len", "output_len"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+    if min(args.batch_size) < 1:
+        raise ConfigError("--batch-size must be at least 1")
+    simulate = args.simulate_accept_length
+    if simulate is not None:
+        if config.spec is None:
+            raise ConfigError("--simulate-accept-length needs speculation; drop --spec off")
+        if not 1.0 <= simulate <= config.spec.width:
+            raise ConfigError(
+                f"--simulate-accept-length {simulate} must be 1 to {config.spec.width} "
+                f"for the tree {config.spec}"
+            )
+    elif args.token_mode == "fixed":
+        raise ConfigError("--token-mode fixed needs --simulate-accept-length")
+
+
+def _print_case(case: dict[str, object]) -> None:
+    """A case as a few aligned lines."""
+    line = "  ".join(
+        f"{name} {case[name]}"
+        for name in (
+            "batch_size",
+            "accept_length",
+            "cycle_ms",
+            "plain_ms",
+            "tokens_per_s",
+            "plain_tokens_per_s",
+        )
+        if name in case
+    )
+    print(line, flush=True)
+    if "draft_ms" in case:
+        phases = "  ".join(
+            f"{phase} {case[f'{phase}_ms']}" for phase in ("draft", "verify", "accept", "extend")
+        )
+        print(f"  ms a phase: {phases}; histogram {case['accept_histogram']}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Console script; exit status 2 with a sentence on a wrong flag or an unusable model."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    args = _parser().parse_args(argv)
+    try:
+        config = engine_config(args)
+        _check(args, config)
+        # Warm-up and the cycles that count experts come on top of the output.
+        width = config.spec.width if config.spec else 1
+        room = args.input_len + args.output_len + (WARMUP_CYCLES + 3) * width + config.largest_tree
+        config = replace(
+            config,
+            max_running_requests=max(args.batch_size),
+            max_model_len=config.max_model_len or room,
+        )
+        engine = Engine.from_config(resolve_model(args.model), config)
+        cases = []
+        for size in args.batch_size:
+            logger.info("batch of %d: %d tokens in, %d out", size, args.input_len, args.output_len)
+            cases.append(run_case(engine, make_prompts(args, engine, size), args))
+            _print_case(cases[-1])
+    except NextnError as error:
+        print(f"bench_one_batch: {error}", file=sys.stderr)
+        return 2
+    for case in cases:
+        print(json.dumps(case), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""The engine: requests in, outputs out, one step at a time; one thread uses it.
+
+A request ends with exactly one final output: by a stop token, a stop string, its token limit or an abort.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from nextn.config import EngineConfig, ModelConfig, SpecConfig
+from nextn.engine.pages import PagePool
+from nextn.engine.request import FinishReason, Output, Request, SamplingParams
+from nextn.engine.scheduler import PrefillBatch, Running, Scheduler
+from nextn.engine.stats import Stats
+from nextn.engine.worker import Worker
+from nextn.errors import ConfigError, RequestError
+from nextn.text import Detokenizer, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """What the engine keeps of an open request besides the scheduler's entry."""
+
+    request: Request
+    seed: int
+    detokenizer: Detokenizer | None
+
+
+class Engine:
+    """Continuous batching over one worker.
+
+    spec: the tree's shape of the next decode step, or None for plain decoding; it may change between steps.
+    tokenizer: None for a model without tokenizer files (dummy weights); outputs then carry no text.
+    """
+
+    def __init__(
+        self, worker: Worker, config: EngineConfig, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int]
+    ) -> None:
+        self.worker = worker
+        self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self.counters = Stats()
+        self.pool = PagePool(worker.num_pages, config.page_size)
+        self.scheduler = Scheduler(
+            self.pool, config.max_running_requests, config.chunked_prefill_size, config.largest_tree
+        )
+        self._reserve = config.largest_tree
+        self._spec: SpecConfig | None = None
+        self.set_spec(config.spec if worker.can_draft else None)
+        self._streams: dict[str, _Stream] = {}
+        self._pending: list[Output] = []
+
+    @staticmethod
+    def from_config(model_dir: Path, config: EngineConfig) -> Engine:
+        """Load a checkpoint directory; raises `NextnError` with a sentence when that cannot be done."""
+        started = time.perf_counter()
+        cfg = ModelConfig.from_dir(model_dir)
+        tokenizer = Tokenizer(model_dir) if config.load_format != "dummy" else None
+        worker = Worker.build(model_dir, cfg, config)
+        if config.spec is not None and not worker.can_draft:
+            logger.warning("%s has no NextN layer: decoding runs without speculation", model_dir)
+        eos = frozenset(cfg.eos_token_ids) | (tokenizer.eos_token_ids if tokenizer else frozenset())
+        logger.info("model ready after %.1f s", time.perf_counter() - started)
+        return Engine(worker, config, tokenizer, eos)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request, prompt and output together."""
+        return self.worker.max_model_len
+
+    @property
+    def spec(self) -> SpecConfig | None:
+        """Shape of the next decode step."""
+        return self._spec
+
+    def set_spec(self, spec: SpecConfig | None) -> None:
+        """Change the tree's shape from the next step on; raises `ConfigError` when it cannot run here."""
+        if spec is not None and not self.worker.can_draft:
+            raise ConfigError("this engine was built without a NextN layer; it can only decode plainly")
+        if spec is not None and spec.draft_tokens > self._reserve:
+            raise ConfigError(
+                f"a tree of {spec.draft_tokens} tokens is above the {self._reserve} that this engine "
+                f"reserved; "
+                f"raise max_draft_tokens"
+            )
+        self._spec = spec
+
+    def validate(self, prompt_tokens: list[int], params: SamplingParams) -> None:
+        """Raise `RequestError` unless a request with this prompt can run when it is alone."""
+        if not prompt_tokens:
+            raise RequestError("the prompt is empty; it needs at least one token", "prompt")
+        vocab = self.worker.models.cfg.vocab_size
+        if not all(0 <= token < vocab for token in prompt_tokens):
+            raise RequestError(f"the prompt has a token id outside 0..{vocab - 1}", "prompt")
+        length = len(prompt_tokens) + params.max_tokens
+        if length > self.max_model_len:
+            raise RequestError(
+                f"this model's maximum context length is {self.max_model_len} tokens, but {length} were "
+                f"asked for ({len(prompt_tokens)} in the prompt, {params.max_tokens} to generate); "
+                f"shorten one of them",
+                "prompt" if len(prompt_tokens) >= self.max_model_len else "max_tokens",
+            )
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, which this model lacks", "stop")
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises `RequestError` and keeps nothing of it when it cannot run."""
+        if request.request_id in self._streams:
+            raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
+        self.validate(request.prompt_tokens, request.params)
+        seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
+        detokenizer = Detokenizer(self.tokenizer, request.params.stop) if self.tokenizer else None
+        self._streams[request.request_id] = _Stream(request, seed, detokenizer)
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its final output comes with the next step. Unknown or ended ids are ignored."""
+        stream = self._streams.pop(request_id, None)
+        if stream is None:
+            return
+        self.scheduler.remove(request_id)
+        self.counters.aborted += 1
+        self._pending.append(_output(stream, "", (), "abort", None))
+
+    def has_work(self) -> bool:
+        """Whether `step` would do something."""
+        return bool(self._streams or self._pending)
+
+    def step(self) -> list[Output]:
+        """Run one prefill or decode step and return what it brought."""
+        outputs, self._pending = self._pending, []
+        before = set(self.scheduler.running)
+        batch = self.scheduler.next_batch()
+        if batch is None:
+            return outputs
+        for entry in self.scheduler.running:
+            if entry not in before:
+                self.worker.start_row(entry, self._streams[entry.request.request_id].seed)
+        self.counters.steps += 1
+        if isinstance(batch, PrefillBatch):
+            return outputs + self._prefill(batch)
+        return outputs + self._decode(batch.entries)
+
+    def stats(self) -> dict[str, float]:
+        """A snapshot for logs and metrics."""
+        counters = self.counters
+        return {
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "preemptions": self.scheduler.num_preemptions,
+            "prompt_tokens": counters.prompt_tokens,
+            "generated_tokens": counters.generated_tokens,
+            "finished": counters.finished,
+            "aborted": counters.aborted,
+            "cycles": counters.acceptance.cycles,
+            "emitted": counters.acceptance.emitted,
+            "drafted": counters.acceptance.drafted,
+            "accept_length": counters.acceptance.length,
+            "pages": self.pool.num_pages,
+            "pages_used": self.pool.num_pages - self.pool.free,
+        }
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless pages and open requests add up."""
+        self.pool.check_integrity([entry.pages for entry in self.scheduler.running])
+        known = [r.request_id for r in self.scheduler.waiting]
+        known += [entry.request.request_id for entry in self.scheduler.running]
+        assert sorted(known) == sorted(self._streams), "open requests and the scheduler's disagree"
+
+    def close(self) -> None:
+        """Abort what is open; the outputs of it are dropped."""
+        for request_id in list(self._streams):
+            self.abort(request_id)
+        self._pending.clear()
+
+    def _prefill(self, batch: PrefillBatch) -> list[Output]:
+        tokens = iter(self.worker.prefill(batch.chunks))
+        outputs = []
+        for chunk in batch.chunks:
+            chunk.entry.length = chunk.start + chunk.length
+            self.counters.prompt_tokens += chunk.length
+            if chunk.is_last:
+                outputs.append(self._deliver(chunk.entry, [next(tokens)]))
+        return outputs
+
+    def _decode(self, entries: tuple[Running, ...]) -> list[Output]:
+        for entry in entries:
+            self.worker.set_pages(entry)
+        emitted = self.worker.decode(entries, self._spec)
+        outputs = []
+        for entry, tokens in zip(entries, emitted.tokens, strict=True):
+            entry.length += len(tokens)
+            if self._spec is not None:
+                self.counters.acceptance.record(len(tokens), emitted.drafted)
+                entry.request.acceptance.record(len(tokens), emitted.drafted)
+            outputs.append(self._deliver(entry, tokens))
+        return outputs
+
+    def _deliver(self, entry: Running, tokens: list[int]) -> Output:
+        """Append emitted tokens one by one until the request ends; the rest of the run is dropped."""
+        request = entry.request
+        stream = self._streams[request.request_id]
+        text = ""
+        for count, token in enumerate(tokens, start=1):
+            request.output_tokens.append(token)
+            piece, reason, stop_reason = self._take(stream, token)
+            text += piece
+            if reason is not None:
+                del self._streams[request.request_id]
+                self.scheduler.finish(entry)
+                self.counters.finished += 1
+                self.counters.generated_tokens += count
+                return _output(stream, text, tuple(tokens[:count]), reason, stop_reason)
+        self.counters.generated_tokens += len(tokens)
+        return _output(stream, text, tuple(tokens), None, None)
+
+    def _take(self, stream: _Stream, token: int) -> tuple[str, FinishReason | None, str | int | None]:
+        """Text of one token, and why the request ends with it, if it does."""
+        params, detokenizer = stream.request.params, stream.detokenizer
+        if (token in self.eos_token_ids and not params.ignore_eos) or token in params.stop_token_ids:
+            # A stop token is no text; what the detokenizer held back is.
+            return detokenizer.flush() if detokenizer else "", "stop", token
+        text = detokenizer.push(token) if detokenizer else ""
+        if detokenizer and detokenizer.stopped is not None:
+            return text, "stop", detokenizer.stopped
+        if len(stream.request.output_tokens) >= params.max_tokens:
+            return text + (detokenizer.flush() if detokenizer else ""), "length", None
+        return text, None, None
+
+
+def _output(
+    stream: _Stream,
+    text: str,
+    tokens: tuple[int, ...],
+    reason: FinishReason | None,
+    stop_reason: str | int | None,
+) -> Output:
+    request = stream.request
+    return Output(
+        request_id=request.request_id,
+        text=text,
+        token_ids=tokens,
+        prompt_tokens=len(request.prompt_tokens),
+        completion_tokens=len(request.output_tokens),
+        finish_reason=reason,
+        stop_reason=stop_reason,
+        acceptance=request.acceptance,
+    )

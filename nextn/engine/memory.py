@@ -1,0 +1,83 @@
+"""How many cache pages fit, worked out before the cache is allocated and said in one line."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from nextn.config import EngineConfig, ModelConfig
+from nextn.errors import CapacityError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+CPU_CACHE_BYTES = 1 << 30
+"""Default cache on a CPU; the operating system hands the memory out only as pages are used."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Pages of the cache and the longest sequence (prompt and output) that they and the model allow."""
+
+    num_pages: int
+    max_model_len: int
+
+
+def plan_memory(
+    cfg: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype, max_model_len: int
+) -> MemoryPlan:
+    """Divide what is left beside the weights into pages; raises `CapacityError` if not one request fits.
+
+    Call it when the weights are loaded. The cache counts every layer, target and NextN.
+    """
+    page_bytes = config.page_size * cfg.latent_dim * dtype.itemsize * (cfg.num_hidden_layers + 1)
+    reserve = config.largest_tree
+    # The scheduler admits a request only if every running one could still take a page more.
+    useful = config.max_running_requests * (-(-(max_model_len + reserve) // config.page_size) + 1)
+    num_pages = config.num_pages or min(_budget(cfg, config, device, dtype) // page_bytes, useful)
+    longest = num_pages * config.page_size - reserve
+    if longest < 2:
+        raise CapacityError(
+            f"{max(num_pages, 0)} cache pages of {config.page_size} tokens ({page_bytes / 2**20:.1f} MiB "
+            f"each) fit, which is too few for one request; raise --mem-fraction or "
+            f"--num-pages, or take a smaller model"
+        )
+    if longest < max_model_len:
+        if config.max_model_len is not None:
+            raise ConfigError(
+                f"--max-model-len {max_model_len} does not fit the cache of "
+                f"{num_pages * config.page_size} tokens "
+                f"({reserve} are kept for the tree); use at most {longest}"
+            )
+        logger.warning("max_model_len is cut from %d to %d: the cache holds no more", max_model_len, longest)
+    logger.info(
+        "cache: %d pages x %d = %d tokens, %.2f GiB (%.1f KiB a token, %d layers + NextN)",
+        num_pages,
+        config.page_size,
+        num_pages * config.page_size,
+        num_pages * page_bytes / 2**30,
+        page_bytes / config.page_size / 2**10,
+        cfg.num_hidden_layers,
+    )
+    return MemoryPlan(num_pages, min(longest, max_model_len))
+
+
+def _budget(cfg: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes for the cache: on a GPU `mem_fraction` of the card, less what is taken and one step's work."""
+    if device.type == "cpu":
+        return CPU_CACHE_BYTES
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    taken = total - free - reserved
+    activations = (
+        config.chunked_prefill_size
+        * dtype.itemsize
+        * (
+            8 * cfg.hidden_size
+            + 2 * cfg.num_attention_heads * (cfg.qk_head_dim + cfg.qk_nope_head_dim + cfg.v_head_dim)
+            + 4 * max(cfg.intermediate_size, cfg.moe_intermediate_size * cfg.num_experts_per_tok)
+        )
+        + 3 * 4 * cfg.vocab_size * config.max_running_requests * config.largest_tree
+    )
+    return int(total * config.mem_fraction) - taken - activations

@@ -1,0 +1,149 @@
+"""Which requests run next: admission, chunked prefill, page growth and preemption.
+
+Knows tokens and pages only: no tensor, no model, and of speculation just how many slots a step may write
+beyond a row's length.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from nextn.engine.pages import PagePool
+from nextn.engine.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A live request: its row, its pages, and how far its tokens are in the cache.
+
+    tokens: prompt and, after a preemption, the output so far; what prefill has to compute.
+    length: tokens whose latents are in the cache (the row's n).
+    """
+
+    request: Request
+    row: int
+    tokens: list[int]
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether the row has a root token and can decode."""
+        return self.length >= len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """`length` tokens of a request to prefill from `start`; `is_last` chunks end by sampling a token."""
+
+    entry: Running
+    start: int
+    length: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBatch:
+    """Chunks of several requests for one prefill step."""
+
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """Requests that all advance by one decode step."""
+
+    entries: tuple[Running, ...]
+
+
+class Scheduler:
+    """Waiting and running requests over one pool of pages and one set of rows.
+
+    reserve: slots beyond a row's length that any step may write (the largest tree).
+    """
+
+    def __init__(self, pool: PagePool, max_rows: int, chunk_size: int, reserve: int) -> None:
+        self.pool = pool
+        self.waiting: deque[Request] = deque()
+        self.running: list[Running] = []
+        self.num_preemptions = 0
+        self._chunk_size = chunk_size
+        self._reserve = reserve
+        self._free_rows = list(range(max_rows - 1, -1, -1))
+
+    def add(self, request: Request) -> None:
+        """Queue a request; the caller has checked that it fits the pool when it is alone."""
+        self.waiting.append(request)
+
+    def remove(self, request_id: str) -> bool:
+        """Forget a request wherever it is; False when it is not here (any more)."""
+        for request in self.waiting:
+            if request.request_id == request_id:
+                self.waiting.remove(request)
+                return True
+        for entry in self.running:
+            if entry.request.request_id == request_id:
+                self.finish(entry)
+                return True
+        return False
+
+    def finish(self, entry: Running) -> None:
+        """Give back the row and the pages of a request that ended or is preempted."""
+        self.running.remove(entry)
+        self._free_rows.append(entry.row)
+        self.pool.release(entry.pages)
+        entry.pages = []
+
+    def next_batch(self) -> PrefillBatch | DecodeBatch | None:
+        """Prefill while there is something to prefill, else decode everything that runs."""
+        self._admit()
+        chunks = self._chunks()
+        if chunks:
+            return PrefillBatch(tuple(chunks))
+        if not self.running:
+            return None
+        self._grow()
+        return DecodeBatch(tuple(self.running))
+
+    def _admit(self) -> None:
+        """Start waiting requests in order while there are a row and pages for all their tokens."""
+        while self.waiting and self._free_rows:
+            request = self.waiting[0]
+            tokens = request.prompt_tokens + request.output_tokens
+            needed = self.pool.pages_for(len(tokens) + self._reserve)
+            # One spare page a running row, or an admission would be followed at once by a preemption.
+            if needed + len(self.running) > self.pool.free and (self.running or needed > self.pool.free):
+                return
+            self.waiting.popleft()
+            row = self._free_rows.pop()
+            self.running.append(Running(request, row, tokens, self.pool.allocate(needed)))
+
+    def _chunks(self) -> list[Chunk]:
+        """Fill the token budget of one prefill step, in order of arrival."""
+        budget = self._chunk_size
+        chunks = []
+        for entry in self.running:
+            missing = len(entry.tokens) - entry.length
+            if missing <= 0 or budget == 0:  # decoding rows are past their prefill
+                continue
+            length = min(missing, budget)
+            budget -= length
+            chunks.append(Chunk(entry, entry.length, length, length == missing))
+        return chunks
+
+    def _grow(self) -> None:
+        """Give every running row the pages its next step may write; preempt the youngest if they run out."""
+        for entry in tuple(self.running):
+            while entry.pages:  # a preempted entry has none left
+                missing = self.pool.pages_for(entry.length + self._reserve) - len(entry.pages)
+                if missing <= self.pool.free:
+                    entry.pages.extend(self.pool.allocate(max(missing, 0)))
+                    break
+                self._preempt(self.running[-1])
+
+    def _preempt(self, entry: Running) -> None:
+        """Release a request and queue it first; it resumes by prefilling its prompt and output again."""
+        self.finish(entry)
+        self.waiting.appendleft(entry.request)
+        self.num_preemptions += 1

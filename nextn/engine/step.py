@@ -1,0 +1,386 @@
+"""The engine's steps: `prefill_step`, `plain_step` and `spec_step` (draft, verify, accept, commit).
+
+`draft`, `verify` and `accept` write step buffers and scratch slots only; `commit` alone changes rows, pages
+and caches, so nothing is ever undone. Inside a decode step nothing is read back to the host.
+
+Legend: B rows, D tree nodes, k beam width, S levels, W = min(S, D-1)+1 tokens a cycle at most, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nextn.config import SpecConfig
+from nextn.engine.state import RING, RowState, StepBatch
+from nextn.kernels.ops import compact, gumbel_noise
+from nextn.kernels.ref.sampling import (
+    SamplingBatch,
+    add_noise,
+    child_values,
+    level_noise,
+    pick,
+    process_logits,
+)
+from nextn.models.inputs import DraftInput, PrefillInput, TreeInput
+from nextn.models.weights import Models
+from nextn.tree import accept as tree_accept
+from nextn.tree import grow
+from nextn.tree.accept import Accepted
+from nextn.tree.tree import DraftTree
+
+Mark = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """Choices that hold for a whole engine.
+
+    coupled: rank the draft's children with the noise that will choose the target's token. tau: divides the
+    perturbed scores where a path's value is computed from them. post_norm: the draft reads the target's
+    state after model.norm, and recycles its own after shared_head.norm; else both before.
+    """
+
+    coupled: bool = True
+    tau: float = 1.0
+    post_norm: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """For benchmarks on random weights: accept `length` - 1 nodes whatever the target says.
+
+    fixed_token: write this id for every emitted token; None keeps the draft's tokens.
+    """
+
+    length: int
+    fixed_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """One prefill step as the host planned it; R requests, F of them end their prefill here.
+
+    next_tokens: [T] token t_{i+1} of each position; undefined where `last` points, which is sampled here.
+    last: [F] offsets into T. last_rows: StepBatch of the F rows. rows: [R]. lengths: [R] n after the step.
+    """
+
+    inputs: PrefillInput
+    next_tokens: Tensor
+    rows: Tensor
+    lengths: Tensor
+    ends: Tensor  # [R] offset into T of each request's last token here
+    last: Tensor
+    last_rows: StepBatch
+
+
+def no_mark(_phase: str) -> None:
+    """The default `mark`: nobody is timing."""
+
+
+def spec_step(
+    models: Models,
+    state: RowState,
+    batch: StepBatch,
+    spec: SpecConfig,
+    options: StepOptions,
+    *,
+    simulation: Simulation | None = None,
+    mark: Mark = no_mark,
+) -> Accepted:
+    """One speculative cycle for every row of `batch`; needs draft_len == n in each (see `catch_up`)."""
+    sampling = state.sampling_batch(batch)
+    noise = _noise(models, sampling, state.n[batch.rows] + 1, spec.num_steps + 1, state.cache.dtype)
+    tree = draft(models, state, batch, sampling, noise, spec, options)
+    mark("draft")
+    hidden, logits = verify(models, state, batch, tree)
+    mark("verify")
+    accepted = accept(sampling, tree, logits, noise, spec.width, simulation)
+    mark("accept")
+    commit(models, state, batch, accepted, hidden, options)
+    mark("extend")
+    return accepted
+
+
+def plain_step(
+    models: Models, state: RowState, batch: StepBatch, options: StepOptions, *, mark: Mark = no_mark
+) -> Accepted:
+    """One token for every row: a tree of the root alone. The draft falls behind; `catch_up` repairs that."""
+    sampling = state.sampling_batch(batch)
+    noise = _noise(models, sampling, state.n[batch.rows] + 1, 1, state.cache.dtype)
+    tree = DraftTree.plain(state.root[batch.rows])
+    hidden, logits = verify(models, state, batch, tree)
+    mark("verify")
+    accepted = accept(sampling, tree, logits, noise, 1, None)
+    mark("accept")
+    _remember(models, state, batch, accepted, hidden, options)
+    _advance(state, batch, accepted)
+    mark("extend")
+    return accepted
+
+
+def draft(
+    models: Models,
+    state: RowState,
+    batch: StepBatch,
+    sampling: SamplingBatch,
+    noise: Tensor,
+    spec: SpecConfig,
+    options: StepOptions,
+) -> DraftTree:
+    """Grow the tree level by level and keep its D-1 best nodes (EAGLE-2, arXiv 2406.16858).
+
+    Level l holds tokens of index n+l; a beam node's pair (state of its parent, its token) has position
+    n+l-1, attends the committed NextN prefix and exactly its ancestors in the step buffer.
+    """
+    assert models.nextn is not None, "speculation needs a NextN layer"
+    nextn, k = models.nextn, spec.topk
+    n = state.n[batch.rows]
+    page_table = state.page_table[batch.rows, : batch.pages]
+    tail = state.tail[: batch.size, : max(k * (spec.num_steps - 1), 1)]
+
+    output = state.draft_state[batch.rows].unsqueeze(1)  # [B, 1, hidden], before shared_head.norm
+    no_path = output.new_zeros(batch.size, 1, 0, dtype=torch.int64)
+    tokens, values = _children(models, output, sampling, no_path, noise[:, :1], k, options)
+    growth = grow.start(tokens[:, 0], values[:, 0], spec)
+    while growth.level < spec.num_steps:
+        beam = growth.beam()
+        recycled = nextn.final_norm(output) if options.post_norm else output
+        parents = beam.parent_slot.unsqueeze(-1).expand(-1, -1, output.shape[-1])
+        inputs = DraftInput(
+            tokens=beam.tokens,
+            positions=(n + beam.level - 1).unsqueeze(1).expand(-1, k),
+            mask=beam.mask,
+            tail=tail,
+            start=beam.start,
+            prefix_lens=n,
+            page_table=page_table,
+        )
+        output = nextn.decode(inputs, recycled.gather(1, parents), state.cache)  # [B, k, hidden]
+        own_noise = noise[:, beam.level : beam.level + 1]
+        growth.extend(*_children(models, output, sampling, beam.path_tokens, own_noise, k, options))
+    return growth.rerank(state.root[batch.rows])
+
+
+def _children(
+    models: Models,
+    output: Tensor,
+    sampling: SamplingBatch,
+    path_tokens: Tensor,
+    noise: Tensor,
+    k: int,
+    options: StepOptions,
+) -> tuple[Tensor, Tensor]:
+    """The k best next tokens of each draft node and their values, both [B, M, k].
+
+    output: [B, M, hidden]; path_tokens: [B, M, L]; noise: [B, 1, V] of the position to choose for.
+    """
+    assert models.nextn is not None
+    logits = models.target.logits(models.nextn.final_norm(output))
+    logp = process_logits(logits, sampling, path_tokens, torch.ones_like(path_tokens, dtype=torch.bool))
+    if options.coupled:
+        scores = logp + noise
+        return grow.top_children(scores, child_values(scores, logp, sampling, options.tau), k)
+    return grow.top_children(logp, logp, k)
+
+
+def verify(models: Models, state: RowState, batch: StepBatch, tree: DraftTree) -> tuple[Tensor, Tensor]:
+    """Target forward over the D nodes: hidden [B, D, hidden] before model.norm, logits [B, D, V]."""
+    n = state.n[batch.rows]
+    nodes = torch.arange(tree.tokens.shape[1], device=n.device)
+    inputs = TreeInput(
+        tokens=tree.tokens,
+        positions=n.unsqueeze(1) + tree.depth,
+        mask=tree.mask,
+        valid=batch.live.unsqueeze(1).expand_as(tree.tokens),
+        slots=state.slots(batch.rows, n.unsqueeze(1) + nodes),
+        prefix_lens=n,
+        page_table=state.page_table[batch.rows, : batch.pages],
+    )
+    hidden = models.target.decode(inputs, state.cache)
+    return hidden, models.target.logits(models.target.final_norm(hidden))
+
+
+def accept(
+    sampling: SamplingBatch,
+    tree: DraftTree,
+    logits: Tensor,
+    noise: Tensor,
+    width: int,
+    simulation: Simulation | None,
+) -> Accepted:
+    """Choose every node's next token with the noise of its position, then walk the tree along the choices."""
+    logp = process_logits(logits, sampling, *tree.path_tokens())
+    target_tokens = pick(add_noise(logp, noise, tree.depth))
+    if simulation is None:
+        return tree_accept.accept(tree, target_tokens, width)
+    length = torch.full_like(tree.tokens[:, 0], simulation.length)
+    accepted = tree_accept.simulated(tree, length, target_tokens, width)
+    if simulation.fixed_token is None:
+        return accepted
+    return replace(accepted, tokens=torch.full_like(accepted.tokens, simulation.fixed_token))
+
+
+def commit(
+    models: Models,
+    state: RowState,
+    batch: StepBatch,
+    accepted: Accepted,
+    hidden: Tensor,
+    options: StepOptions,
+) -> None:
+    """Make the accepted path permanent: the only place where speculation changes rows and caches.
+
+    With a = accepted nodes below the root, before -> after, in slots of the row:
+
+    | slots          | target cache                       | NextN cache                           |
+    |----------------|------------------------------------|---------------------------------------|
+    | 0 .. n-1       | prefix, untouched                  | prefix, untouched                     |
+    | n .. n+a       | node order -> path order           | scratch -> pairs (h_i, t_{i+1}) of    |
+    |                |                                    | the target's states and emitted tokens|
+    | n+a+1 ..       | scratch                            | scratch                               |
+    """
+    assert models.nextn is not None
+    rows, width = batch.rows, accepted.tokens.shape[1]
+    n = state.n[rows]
+    valid = accepted.valid & batch.live.unsqueeze(1)
+    steps = torch.arange(width, device=n.device)
+    positions = n.unsqueeze(1) + steps
+    slots = state.slots(rows, positions)
+    source = state.slots(rows, n.unsqueeze(1) + accepted.path)
+    compact(state.cache[:-1], source, slots, valid)
+
+    path = accepted.path.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
+    inputs = TreeInput(
+        tokens=accepted.tokens,
+        positions=positions,
+        mask=_chain_mask(steps).expand_as(positions),
+        valid=valid,
+        slots=slots,
+        prefix_lens=n,
+        page_table=state.page_table[rows, : batch.pages],
+    )
+    states = _draft_hidden(models, hidden.gather(1, path), options)
+    output = models.nextn.decode(inputs, states, state.cache)
+    state.draft_state[rows] = _pick_node(output, accepted.length - 1)
+    state.draft_len[rows] = n + accepted.length
+    _advance(state, batch, accepted)
+
+
+def catch_up(models: Models, state: RowState, batch: StepBatch, options: StepOptions) -> None:
+    """Bring the NextN cache from draft_len to n out of the ring; a no-op where they agree."""
+    assert models.nextn is not None
+    rows = batch.rows
+    n, draft_len = state.n[rows], state.draft_len[rows]
+    steps = torch.arange(RING, device=n.device)
+    positions = draft_len.unsqueeze(1) + steps
+    index = positions % RING
+    inputs = TreeInput(
+        tokens=state.ring_token[rows].gather(1, index),
+        positions=positions,
+        mask=_chain_mask(steps).expand_as(positions),
+        valid=(positions < n.unsqueeze(1)) & batch.live.unsqueeze(1),
+        slots=state.slots(rows, positions),
+        prefix_lens=draft_len,
+        page_table=state.page_table[rows, : batch.pages],
+    )
+    ring = state.ring_hidden[rows]
+    states = ring.gather(1, index.unsqueeze(-1).expand_as(ring))
+    output = models.nextn.decode(inputs, states, state.cache)
+    behind = (n > draft_len).unsqueeze(1)
+    fresh = _pick_node(output, (n - draft_len - 1).clamp(min=0))
+    state.draft_state[rows] = torch.where(behind, fresh, state.draft_state[rows])
+    state.draft_len[rows] = n
+
+
+def prefill_step(models: Models, state: RowState, plan: PrefillPlan, options: StepOptions) -> Tensor:
+    """Prefill chunks of R requests; returns the first token of the F that end here, [F] int64.
+
+    The NextN cache is extended over the same tokens: at a chunk's edge it reads the real next prompt token,
+    at the prompt's end the token that was just sampled.
+    """
+    hidden = models.target.prefill(plan.inputs, state.cache)  # [T, hidden]
+    normed = models.target.final_norm(hidden[plan.last])
+    sampling = state.sampling_batch(plan.last_rows)
+    logits = models.target.logits(normed).unsqueeze(1)  # [F, 1, V]
+    no_path = plan.last.new_zeros(plan.last.shape[0], 1, 0)
+    logp = process_logits(logits, sampling, no_path, no_path.bool())
+    first = plan.inputs.positions[plan.last] + 1
+    tokens = pick(logp + _noise(models, sampling, first, 1, state.cache.dtype)).squeeze(1)
+
+    if models.nextn is not None:
+        next_tokens = plan.next_tokens.index_copy(0, plan.last, tokens)
+        inputs = PrefillInput(
+            tokens=next_tokens,
+            positions=plan.inputs.positions,
+            slots=plan.inputs.slots,
+            page_table=plan.inputs.page_table,
+            cu_seqlens=plan.inputs.cu_seqlens,
+            prefix_lens=plan.inputs.prefix_lens,
+        )
+        output = models.nextn.prefill(inputs, _draft_hidden(models, hidden, options), state.cache)
+        state.draft_state[plan.rows] = output[plan.ends]
+        state.draft_len[plan.rows] = plan.lengths
+    state.n[plan.rows] = plan.lengths
+    state.root[plan.last_rows.rows] = tokens
+    _count(state, plan.last_rows, tokens.unsqueeze(1), torch.ones_like(tokens, dtype=torch.bool).unsqueeze(1))
+    return tokens
+
+
+def _noise(models: Models, sampling: SamplingBatch, first: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
+    """Noise of the positions first .. first+levels-1; first [B] -> [B, levels, V or, all greedy, 1].
+
+    Level l of the draft and the tree's nodes of depth l-1 choose for the same position with the same noise.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return level_noise(sampling, first, levels, models.cfg.vocab_size, wide, gumbel_noise)
+
+
+def _draft_hidden(models: Models, hidden: Tensor, options: StepOptions) -> Tensor:
+    """The target state that the draft reads, from the state before model.norm."""
+    return models.target.final_norm(hidden) if options.post_norm else hidden
+
+
+def _remember(
+    models: Models,
+    state: RowState,
+    batch: StepBatch,
+    accepted: Accepted,
+    hidden: Tensor,
+    options: StepOptions,
+) -> None:
+    """Put the state and the token of a plain step into the ring, for a draft that is caught up later."""
+    if models.nextn is None:
+        return
+    index = state.n[batch.rows] % RING
+    state.ring_hidden[batch.rows, index] = _draft_hidden(models, hidden[:, 0], options)
+    state.ring_token[batch.rows, index] = accepted.tokens[:, 0]
+
+
+def _advance(state: RowState, batch: StepBatch, accepted: Accepted) -> None:
+    """Move the rows over the emitted tokens; the last one is the new root."""
+    rows = batch.rows
+    state.root[rows] = accepted.tokens.gather(1, (accepted.length - 1).unsqueeze(1)).squeeze(1)
+    state.n[rows] += accepted.length * batch.live
+    _count(state, batch, accepted.tokens, accepted.valid)
+
+
+def _count(state: RowState, batch: StepBatch, tokens: Tensor, valid: Tensor) -> None:
+    """Add emitted tokens [B, W] to the rows' penalty counts."""
+    if batch.any_penalty:
+        where = (batch.rows.unsqueeze(1).expand_as(tokens), tokens)
+        state.sampling.counts.index_put_(where, valid.to(torch.int32), accumulate=True)
+
+
+def _pick_node(output: Tensor, node: Tensor) -> Tensor:
+    """output [B, M, hidden], node [B] -> [B, hidden]."""
+    return output.gather(1, node.view(-1, 1, 1).expand(-1, 1, output.shape[-1])).squeeze(1)
+
+
+def _chain_mask(steps: Tensor) -> Tensor:
+    """Ancestor bits of a chain: node j sees nodes 0 .. j. steps: arange(M), M <= 64 -> [M] int64."""
+    own = torch.ones_like(steps) << steps
+    return own | (own - 1)  # for j = 63 the subtraction wraps around, as it should

@@ -1,0 +1,112 @@
+"""bench_one_batch: its last lines are JSON with the promised fields, and simulation does what it says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nextn.engine.bench import main, simulated_lengths
+from tests.tiny import TINY
+
+FIELDS = {
+    "model", "device", "batch_size", "input_len", "output_len", "num_steps", "topk", "draft_tokens",
+    "accept_length", "cycle_ms", "draft_ms", "verify_ms", "accept_ms", "extend_ms", "plain_ms",
+    "tokens_per_s", "plain_tokens_per_s", "accept_mode", "token_mode", "distinct_experts", "commit",
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A directory with a config.json alone, for dummy weights."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    return str(tmp_path)
+
+
+def _run(model: str, capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, Any]]:
+    args = [
+        model,
+        "--load-format",
+        "dummy",
+        "--input-len",
+        "9",
+        "--output-len",
+        "24",
+        "--device",
+        "cpu",
+        *flags,
+    ]
+    assert main(args) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def test_every_case_has_one_json_object_at_the_end(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two batch sizes, two objects, all promised fields, plain decoding beside speculation."""
+    cases = _run(model, capsys, "--batch-size", "1", "3")
+    assert [case["batch_size"] for case in cases] == [1, 3]
+    for case in cases:
+        assert set(case) >= FIELDS
+        assert (case["num_steps"], case["topk"], case["draft_tokens"]) == (2, 4, 4)
+        assert (case["accept_mode"], case["token_mode"]) == ("real", "real")
+        phases = sum(case[f"{phase}_ms"] for phase in ("draft", "verify", "accept", "extend"))
+        assert 0 < phases <= 2 * case["cycle_ms"]
+        assert 0 < case["distinct_experts"] <= TINY["n_routed_experts"]
+
+
+@pytest.mark.parametrize("mode", ["real", "fixed"])
+def test_a_simulated_length_is_the_floor_or_the_ceiling_in_every_row(
+    mode: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Mean 2.5 means cycles of 2 and 3 tokens, whatever the target would accept."""
+    (case,) = _run(
+        model, capsys, "--simulate-accept-length", "2.5", "--token-mode", mode, "--batch-size", "2"
+    )
+    assert set(case["accept_histogram"]) == {"2", "3"}
+    assert (case["accept_mode"], case["token_mode"]) == ("simulated", mode)
+    assert 2.0 < case["accept_length"] < 3.0
+
+
+def test_simulated_lengths_have_the_asked_mean() -> None:
+    """2.3 on average over many draws; a whole number is always itself."""
+    lengths = list(itertools.islice(simulated_lengths(2.3, seed=1), 20_000))
+    assert set(lengths) == {2, 3}
+    assert abs(sum(lengths) / len(lengths) - 2.3) < 0.02
+    assert set(itertools.islice(simulated_lengths(3.0, seed=1), 100)) == {3}
+
+
+def test_plain_decoding_alone_is_measured_with_spec_off(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--spec off` leaves the speculative figures out."""
+    (case,) = _run(model, capsys, "--spec", "off")
+    assert case["plain_ms"] > 0
+    assert "cycle_ms" not in case
+    assert case["draft_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--simulate-accept-length", "4"], "must be 1 to 3 for the tree 2/4/4"),
+        (["--token-mode", "fixed"], "needs --simulate-accept-length"),
+        (["--spec", "off", "--simulate-accept-length", "2"], "drop --spec off"),
+        (["--batch-size", "0"], "--batch-size must be at least 1"),
+        (["--input-len", "2000"], "max_position_embeddings"),
+        (["--prompts", "nowhere.jsonl"], "--prompts"),
+    ],
+)
+def test_wrong_flags_end_with_a_sentence(
+    flags: list[str], text: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit status 2, nothing on standard output, the remedy on standard error."""
+    args = [model, "--load-format", "dummy", "--output-len", "8", "--device", "cpu"]
+    if "--input-len" not in flags:
+        args += ["--input-len", "8"]
+    assert main([*args, *flags]) == 2
+    printed = capsys.readouterr()
+    assert text in printed.err
+    assert "{" not in printed.out

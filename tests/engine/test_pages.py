@@ -1,0 +1,70 @@
+"""Pages: nothing is lost, nothing held twice by mistake, shared pages are copied before they are written."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nextn.engine.pages import PagePool
+from nextn.errors import CapacityError
+
+
+def test_allocation_beyond_the_pool_takes_nothing() -> None:
+    """A refused allocation leaves the pool as it was."""
+    pool = PagePool(4, 16)
+    held = pool.allocate(3)
+    with pytest.raises(CapacityError, match="2 cache pages are needed and 1 are free"):
+        pool.allocate(2)
+    assert pool.free == 1
+    pool.check_integrity([held])
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["allocate", "share", "release", "write"]), st.integers(0, 7)), max_size=60
+    )
+)
+def test_any_history_of_sharing_and_writing_adds_up(history: list[tuple[str, int]]) -> None:
+    """Free and held pages are always all pages, and a written table shares no page that it writes."""
+    pool = PagePool(12, 4)
+    tables: list[list[int]] = []
+    for action, value in history:
+        if action == "allocate" and value <= pool.free:
+            tables.append(pool.allocate(value))
+        elif action == "share" and tables:
+            table = list(tables[value % len(tables)])
+            pool.share(table)
+            tables.append(table)
+        elif action == "release" and tables:
+            pool.release(tables.pop(value % len(tables)))
+        elif action == "write" and tables:
+            table = tables[value % len(tables)]
+            before = list(table)
+            shared = {page for page in table if sum(page in other for other in tables) > 1}
+            if len([page for page in table if page in shared]) <= pool.free:
+                copies = pool.make_writable(table, 0)
+                assert [source for source, _ in copies] == [page for page in before if page in shared]
+                assert not any(page in other for page in table for other in tables if other is not table)
+        pool.check_integrity(tables)
+
+
+def test_copy_on_write_spares_pages_before_the_first_written() -> None:
+    """Only pages from `first` on are copied."""
+    pool = PagePool(8, 4)
+    table = pool.allocate(3)
+    other = list(table)
+    pool.share(other)
+    copies = pool.make_writable(other, 2)
+    assert [source for source, _ in copies] == [table[2]]
+    assert other[:2] == table[:2]
+    pool.check_integrity([table, other])
+
+
+def test_a_page_released_twice_is_caught() -> None:
+    """A double release is an error, not a page that two requests get."""
+    pool = PagePool(2, 4)
+    pages = pool.allocate(1)
+    pool.release(pages)
+    with pytest.raises(AssertionError, match="released twice"):
+        pool.release(pages)
