@@ -1,0 +1,35 @@
+"""Linear layers over plain or block-scaled FP8 weights; activations keep their dtype."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+Block = tuple[int, int]
+
+
+def scale_shape(rows: int, columns: int, block: Block) -> tuple[int, int]:
+    """Blocks of a [rows, columns] weight; the last block of a dimension may be short."""
+    return -(-rows // block[0]), -(-columns // block[1])
+
+
+def dequantize(weight: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+    """weight [..., rows, columns] times its block's scale [..., row blocks, column blocks], as `dtype`.
+
+    The product is taken in float32, or in float64 for a float64 result. Scales multiply, whatever the
+    checkpoint's name for them (`weight_scale_inv`).
+    """
+    rows, columns = weight.shape[-2:]
+    work = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = scale.to(work).repeat_interleave(block[0], -2)[..., :rows, :]
+    wide = wide.repeat_interleave(block[1], -1)[..., :columns]
+    return weight.to(work).mul_(wide).to(dtype)
+
+
+def linear(x: Tensor, weight: Tensor, scale: Tensor | None, block: Block) -> Tensor:
+    """x [..., in] times weight [out, in] transposed; an FP8 weight comes with its scales.  # [..., out]"""
+    if scale is not None:
+        weight = dequantize(weight, scale, block, x.dtype)
+    return F.linear(x, weight)

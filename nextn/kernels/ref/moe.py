@@ -1,0 +1,122 @@
+"""Routed experts: SwiGLU networks of which each token runs the few that its router chose.
+
+Weights of all experts are fused: w13 [E, 2I, H] (gate rows, then up rows) and w2 [E, H, I]. A loop over the
+experts that are hit suits a CPU and large prefills; gathering the chosen experts' weights never asks the host
+and so suits a captured decode.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nextn.kernels.ref.attention import accumulation_dtype
+from nextn.kernels.ref.gemm import Block, dequantize, linear
+
+GATHERED_PAIRS = 64
+"""Token-expert pairs whose weights are gathered at once: a bound on memory, not on batch size."""
+
+
+class ExpertWeights(NamedTuple):
+    """Fused weights of one layer's experts, plain or FP8 with one scale a block."""
+
+    w13: Tensor  # [E, 2I, H]
+    w2: Tensor  # [E, H, I]
+    scale13: Tensor | None  # [E, 2I / 128, H / 128] float32
+    scale2: Tensor | None  # [E, H / 128, I / 128] float32
+    block: Block
+
+    def pick(self, experts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Copies of the weights of experts [n], dequantised.  # [n, 2I, H], [n, H, I]"""
+        w13, w2 = _select(self.w13, experts), _select(self.w2, experts)
+        if self.scale13 is not None and self.scale2 is not None:
+            w13 = dequantize(w13, self.scale13[experts], self.block, dtype)
+            w2 = dequantize(w2, self.scale2[experts], self.block, dtype)
+        return w13, w2
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """silu of the first half of the last dimension times the second half.  # [..., 2I] -> [..., I]"""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def routed_experts(
+    x: Tensor, weights: Tensor, indices: Tensor, experts: ExpertWeights, valid: Tensor | None, *, host: bool
+) -> Tensor:
+    """Weighted sum of each token's experts.  # [N, H], x's dtype
+
+    x [N, H], weights [N, k] in float32 or float64, indices [N, k] int64. Tokens not `valid` [N] run no
+    expert and get zeros (their x must be finite). `host` allows reading the choice on the host.
+    """
+    if valid is not None:
+        weights = torch.where(valid.unsqueeze(-1), weights, 0)
+    if host or not x.is_cuda:
+        return loop_over_experts(x, weights, indices, experts, valid)
+    return gather_experts(x, weights, indices, experts, valid)
+
+
+def loop_over_experts(
+    x: Tensor, weights: Tensor, indices: Tensor, experts: ExpertWeights, valid: Tensor | None
+) -> Tensor:
+    """Run each expert that is hit once, over all of its tokens. Reads the counts on the host."""
+    top_k, total = indices.shape[-1], experts.w13.shape[0]
+    chosen = indices if valid is None else torch.where(valid.unsqueeze(-1), indices, total)
+    chosen = chosen.flatten()
+    order = chosen.argsort()  # pairs by expert; those of invalid tokens last
+    counts = chosen.bincount(minlength=total)[:total].tolist()
+    pairs = order if valid is None else order[: sum(counts)]
+    tokens = pairs // top_k
+    hit = [(number, count) for number, count in enumerate(counts) if count]
+    out = x.new_zeros(x.shape, dtype=weights.dtype)
+    if hit:
+        parts = torch.split(x[tokens], [count for _, count in hit])
+        results = _run_experts(parts, [number for number, _ in hit], experts)
+        out.index_add_(0, tokens, results * weights.flatten()[pairs].unsqueeze(-1))
+    return out.to(x.dtype)
+
+
+def _run_experts(parts: tuple[Tensor, ...], numbers: list[int], experts: ExpertWeights) -> Tensor:
+    """Each expert's output for its own rows, end to end; one activation for all of them."""
+    block = experts.block
+
+    def run(rows: Tensor, weight: Tensor, scale: Tensor | None, number: int) -> Tensor:
+        return linear(rows, weight[number], None if scale is None else scale[number], block)
+
+    wide = [run(rows, experts.w13, experts.scale13, n) for rows, n in zip(parts, numbers, strict=True)]
+    hidden = torch.split(silu_and_mul(torch.cat(wide)), [len(rows) for rows in parts])
+    narrow = [run(rows, experts.w2, experts.scale2, n) for rows, n in zip(hidden, numbers, strict=True)]
+    return torch.cat(narrow)
+
+
+def gather_experts(
+    x: Tensor, weights: Tensor, indices: Tensor, experts: ExpertWeights, valid: Tensor | None
+) -> Tensor:
+    """Run each token-expert pair on a copy of its expert's weights, `GATHERED_PAIRS` at a time; no host read.
+
+    Invalid tokens take the first valid token's experts, so that they touch no further weights.
+    """
+    if valid is not None:
+        # index_select, because indexing with a single number would read it on the host.
+        first = indices.index_select(0, valid.int().argmax(0, keepdim=True))
+        indices = torch.where(valid.unsqueeze(-1), indices, first)
+    top_k = indices.shape[-1]
+    parts = []
+    for start in range(0, indices.numel(), GATHERED_PAIRS):
+        numbers = indices.flatten()[start : start + GATHERED_PAIRS]
+        tokens = torch.arange(start, start + numbers.shape[0], device=x.device) // top_k
+        w13, w2 = experts.pick(numbers, x.dtype)
+        hidden = silu_and_mul(torch.bmm(x[tokens].unsqueeze(1), w13.transpose(1, 2)))
+        parts.append(torch.bmm(hidden, w2.transpose(1, 2)).squeeze(1))
+    results = torch.cat(parts).view(*indices.shape, -1).to(accumulation_dtype(x.dtype))  # [N, k, H]
+    return torch.bmm(weights.unsqueeze(1), results).squeeze(1).to(x.dtype)
+
+
+def _select(weight: Tensor, experts: Tensor) -> Tensor:
+    """weight[experts]; FP8 goes by its bytes, for which indexing is defined on every device."""
+    if weight.element_size() == 1:
+        return weight.view(torch.uint8)[experts].view(weight.dtype)
+    return weight[experts]

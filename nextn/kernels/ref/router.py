@@ -1,0 +1,52 @@
+"""Choice of experts: DeepSeek-V3's sigmoid router with groups and a correction bias, V2's softmax routers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Scoring = Literal["sigmoid", "softmax"]
+Method = Literal["noaux_tc", "greedy", "group_limited_greedy"]
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    *,
+    scoring: Scoring,
+    method: Method,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    norm_topk_prob: bool,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """Weights and numbers of the `top_k` experts of each token.  # [N, k] logits' dtype, [N, k] int64
+
+    logits [N, experts] are float32 or float64. `noaux_tc` chooses by score + bias, among the `topk_group`
+    groups whose two best experts have the largest sum; `group_limited_greedy` ranks groups by their best
+    expert; `greedy` knows no groups. Weights are scores without the bias. (DeepSeek-V3 report, 2.1.2.)
+    """
+    scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
+    choice = scores if bias is None else scores + bias
+    if method != "greedy" and n_group > 1:
+        choice = _keep_best_groups(choice, n_group, topk_group, best=2 if method == "noaux_tc" else 1)
+    indices = choice.topk(top_k, sorted=False).indices
+    weights = scores.gather(-1, indices)
+    if norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scaling, indices
+
+
+def _keep_best_groups(choice: Tensor, n_group: int, topk_group: int, best: int) -> Tensor:
+    """-inf for every expert outside of the `topk_group` groups of largest sum of their `best` experts.
+
+    Not 0, which would beat an expert of a kept group whose bias makes its score negative.
+    """
+    grouped = choice.view(-1, n_group, choice.shape[-1] // n_group)  # [N, groups, experts a group]
+    group_scores = grouped.topk(best, sorted=False).values.sum(-1)
+    kept = group_scores.topk(topk_group, sorted=False).indices
+    dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, kept, False)
+    return grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).view(choice.shape)

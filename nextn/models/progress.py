@@ -1,0 +1,66 @@
+"""Shows how far a long read or write has come: one rewritten line on a terminal, log lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+
+logger = logging.getLogger(__name__)
+
+_TERMINAL_INTERVAL = 0.2
+_LOG_INTERVAL = 10.0
+
+
+class Progress:
+    """Counts bytes from any number of threads and reports GB and GB/s to stderr.
+
+    label: what is being done ("loading DeepSeek-V3"). total: bytes expected. shown: False keeps it silent.
+    """
+
+    def __init__(self, label: str, total: int, *, shown: bool = True) -> None:
+        self._label = label
+        self._total = total
+        self._shown = shown
+        self._terminal = sys.stderr.isatty()
+        self._done = 0
+        self._start = time.monotonic()
+        self._next = self._start + (0.0 if self._terminal else _LOG_INTERVAL)
+        self._lock = threading.Lock()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
+
+    def advance(self, nbytes: int) -> None:
+        """Add `nbytes`; shows the new state when enough time has passed since the last report."""
+        with self._lock:
+            self._done += nbytes
+            now = time.monotonic()
+            if self._shown and now >= self._next:
+                self._next = now + (_TERMINAL_INTERVAL if self._terminal else _LOG_INTERVAL)
+                self._show(end="")
+
+    def close(self) -> None:
+        """Report the final state."""
+        with self._lock:
+            if self._shown:
+                self._show(end="\n")
+
+    def _show(self, end: str) -> None:
+        share = 100 * self._done / self._total if self._total else 100.0
+        rate = self._done / max(self.seconds, 1e-9) / 1e9
+        amount = f"{format_bytes(self._done)} of {format_bytes(self._total)}"
+        text = f"{self._label}: {amount} ({share:.0f} %), {rate:.2f} GB/s"
+        if self._terminal:
+            sys.stderr.write(f"\r{text}\x1b[K{end}")
+            sys.stderr.flush()
+        else:
+            logger.info("%s", text)
+
+
+def format_bytes(nbytes: int) -> str:
+    """Decimal MB below 1 GB, else GB, with two places."""
+    return f"{nbytes / 1e6:.2f} MB" if nbytes < 10**9 else f"{nbytes / 1e9:.2f} GB"

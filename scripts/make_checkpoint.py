@@ -1,0 +1,67 @@
+#!/usr/bin/env python3
+"""Writes a checkpoint of any config.json with random weights, in the official format.
+
+Example: scripts/make_checkpoint.py --config DeepSeek-V3/config.json --output-dir random --dtype fp8
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nextn.errors import NextnError
+from nextn.models.random_checkpoint import read_config, write_random_checkpoint
+
+RawDescription = argparse.RawDescriptionHelpFormatter
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 500MB, 4G or 1000000."""
+    match = re.fullmatch(r"(\d+)([KMG]?)B?", text.upper())
+    if not match or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, or a number and KB, MB or GB")
+    return int(match[1]) * UNITS[match[2]]
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Command-line options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=RawDescription)
+    option = parser.add_argument
+    option("--config", type=Path, required=True, help="config.json, or a directory that has one")
+    option("--output-dir", type=Path, required=True, help="directory to write; new or empty")
+    option("--dtype", choices=["fp8", "bf16", "fp32"], default="fp8", help="how linear layers are stored")
+    option("--shard-size", type=parse_size, default=10**9, help="most bytes a file (default 1GB)")
+    option("--no-nextn-copies", action="store_true", help="no embedding and head in the NextN layer")
+    option("--tokenizer", type=Path, help="directory whose tokenizer files are copied")
+    option("--seed", type=int, default=0, help="the same seed gives the same values (default 0)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    args = parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        write_random_checkpoint(
+            read_config(args.config),
+            args.output_dir,
+            stored_as=args.dtype,
+            seed=args.seed,
+            shard_size=args.shard_size,
+            nextn_copies=not args.no_nextn_copies,
+            tokenizer=args.tokenizer,
+            progress=True,
+        )
+    except NextnError as error:
+        print(f"make_checkpoint: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
