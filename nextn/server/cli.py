@@ -1,0 +1,226 @@
+"""`nextn-serve`: read the flags, load the model, serve until a signal or until the engine fails."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from nextn.config import EngineConfig
+from nextn.engine.flags import add_engine_flags, engine_config
+from nextn.errors import ConfigError, NextnError
+from nextn.server.app import create_app
+from nextn.server.bridge import Bridge, EngineLike
+
+if TYPE_CHECKING:
+    from nextn.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_GRACE_SECONDS = 5.0
+"""After SIGTERM or SIGINT, how long open requests may go on before they are ended with an error."""
+
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every flag of nextn-serve; the list is frozen by a test."""
+    parser = argparse.ArgumentParser(
+        prog="nextn-serve",
+        description="Serve a DeepSeek-V3-family model over the OpenAI HTTP API, with NextN tree speculation.",
+        allow_abbrev=False,
+    )
+    add_engine_flags(parser)
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one (default: 127.0.0.1)"
+    )
+    group.add_argument(
+        "--port", type=int, default=8000, help="port to listen on; 0 takes any free one (default: 8000)"
+    )
+    group.add_argument(
+        "--api-key",
+        default=os.environ.get("NEXTN_API_KEY") or None,
+        help="key that requests must carry as 'Authorization: Bearer KEY'; the environment variable "
+        "NEXTN_API_KEY does the same without showing in process lists (default: none is asked for)",
+    )
+    group.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        action="append",
+        help="name of the model in the API; may be given several times (default: the last part of MODEL)",
+    )
+    group.add_argument(
+        "--log-level", choices=_LEVELS, default="info", help="least severity that is logged (default: info)"
+    )
+    return parser
+
+
+class TrafficLog:
+    """One log line for each stretch of traffic, from differences of the engine's counters."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = {}
+
+    def __call__(self, stats: Mapping[str, float], seconds: float) -> None:
+        """Log what happened since the last call, in `seconds` of work."""
+        since = {name: value - self._before.get(name, 0) for name, value in stats.items()}
+        line = (
+            f"running {stats['running']:.0f}, waiting {stats['waiting']:.0f}, "
+            f"{since['generated_tokens'] / max(seconds, 1e-9):.1f} tokens/s"
+        )
+        if since["cycles"]:
+            line += f", acceptance length {since['emitted'] / since['cycles']:.2f}"
+        if stats["pages"]:
+            line += f", cache {100 * stats['pages_used'] / stats['pages']:.0f} % used"
+        logger.info("%s", line)
+        self._before = dict(stats)
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which says when it is ready and ends open requests before it closes connections."""
+
+    def __init__(self, config: uvicorn.Config, bridge: Bridge, ready: str) -> None:
+        super().__init__(config)
+        self._bridge = bridge
+        self._ready = ready
+        bridge.on_failure = self.end
+
+    def end(self) -> None:
+        """Leave the main loop."""
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Let SIGINT and SIGTERM end the server; unlike uvicorn, do not raise them again afterwards."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            print(self._ready.format(url=f"http://{shown}:{port}/v1"), file=sys.stderr, flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._bridge.num_open:
+            logger.info(
+                "ending: %d open requests have %g s to finish", self._bridge.num_open, SHUTDOWN_GRACE_SECONDS
+            )
+        await self._bridge.stop(grace=SHUTDOWN_GRACE_SECONDS)
+        await super().shutdown(sockets=sockets)
+
+
+def serve(
+    engine: EngineLike,
+    config: EngineConfig,
+    served_names: Sequence[str],
+    *,
+    host: str,
+    port: int,
+    api_key: str | None,
+    log_level: str,
+    ready: str,
+) -> int:
+    """Serve `engine` until a signal (0) or until it fails (1). `ready` is printed with {url} filled in."""
+    bridge = Bridge(
+        engine,
+        max_open=config.max_running_requests + config.max_waiting_requests,
+        report=TrafficLog(),
+    )
+    app = create_app(bridge, served_names, api_key=api_key)
+    uvicorn_config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_config=None,
+        log_level="warning" if log_level == "info" else log_level,
+        access_log=log_level == "debug",
+        server_header=False,
+        timeout_graceful_shutdown=int(SHUTDOWN_GRACE_SECONDS),
+    )
+    Server(uvicorn_config, bridge, ready).run()
+    return 0 if bridge.failure is None else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Console script; 2 on a wrong flag or an unusable model, 1 when the engine fails."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    logging.basicConfig(
+        level=args.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    try:
+        config = engine_config(args)
+        names = _served_names(args)
+        if not 0 <= args.port <= 65535:
+            raise ConfigError(f"--port {args.port} must be 0 to 65535")
+        if args.api_key == "":
+            raise ConfigError("--api-key is empty; give a key, or leave the flag out")
+        engine = _load(args.model, config)
+    except NextnError as error:
+        print(f"nextn-serve: {error}", file=sys.stderr)
+        return 2
+    return serve(
+        engine,
+        config,
+        names,
+        host=args.host,
+        port=args.port,
+        api_key=args.api_key,
+        log_level=args.log_level,
+        ready=ready_line(names[0], engine, config),
+    )
+
+
+def _load(model: str, config: EngineConfig) -> Engine:
+    """Build the engine; the imports stand here so that help and wrong flags need not wait for torch."""
+    from nextn.engine.engine import Engine
+    from nextn.engine.llm import resolve_model
+
+    return Engine.from_config(resolve_model(model), config)
+
+
+def ready_line(name: str, engine: Engine, config: EngineConfig) -> str:
+    """What is served and how, in one line with {url} to fill in."""
+    spec = engine.spec
+    tree = "plain decoding" if spec is None else f"draft tree {spec} (num-steps/topk/draft-tokens)"
+    tokens = engine.pool.num_pages * config.page_size
+    name = name.replace("{", "{{").replace("}", "}}")
+    return (
+        f"nextn-serve is ready: model {name} at {{url}}; {tree}; "
+        f"the cache holds {tokens} tokens, a request at most {engine.max_model_len}"
+    )
+
+
+def _served_names(args: argparse.Namespace) -> list[str]:
+    names: list[str] = args.served_model_name or [Path(args.model).resolve().name]
+    if not all(names):
+        raise ConfigError("--served-model-name is empty; give a name")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""A scripted engine, and the real server around it on a free port."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from nextn.engine.request import FinishReason, Output, Request, SamplingParams
+from nextn.errors import RequestError
+from nextn.server.app import create_app
+from nextn.server.bridge import Bridge
+from nextn.server.cli import Server
+from nextn.text import Detokenizer, Tokenizer
+
+Script = Callable[[Request], list[int]]
+
+
+@dataclass(eq=False)
+class _Open:
+    request: Request
+    tokens: list[int]
+    detokenizer: Detokenizer | None
+
+
+@dataclass(eq=False)
+class FakeEngine:
+    """Emits `script(request)` in runs of `run_length` tokens, then EOS; `fail_at` counts steps."""
+
+    tokenizer: Tokenizer | None
+    script: Script
+    run_length: int = 3
+    max_model_len: int = 256
+    step_seconds: float = 0.0
+    fail_at: int | None = None
+    steps: int = 0
+    looks: int = 0
+    closed: bool = False
+    aborted: list[str] = field(default_factory=list)
+    seen: list[Request] = field(default_factory=list)
+    threads: set[int] = field(default_factory=set)
+    _open: dict[str, _Open] = field(default_factory=dict)
+    _ended: list[Output] = field(default_factory=list)
+
+    def validate(self, prompt_tokens: list[int], params: SamplingParams) -> None:
+        if not prompt_tokens:
+            raise RequestError("the prompt is empty", "prompt")
+        if not all(0 <= token < 500 for token in prompt_tokens):
+            raise RequestError("the prompt has a token id outside 0..499", "prompt")
+        if len(prompt_tokens) + params.max_tokens > self.max_model_len:
+            raise RequestError("too long", "prompt")
+
+    def add(self, request: Request) -> None:
+        self.threads.add(threading.get_ident())
+        self.validate(request.prompt_tokens, request.params)
+        detokenizer = Detokenizer(self.tokenizer, request.params.stop) if self.tokenizer else None
+        self._open[request.request_id] = _Open(request, self.script(request), detokenizer)
+        self.seen.append(request)
+
+    def abort(self, request_id: str) -> None:
+        self.threads.add(threading.get_ident())
+        opened = self._open.pop(request_id, None)
+        if opened is not None:
+            self.aborted.append(request_id)
+            self._ended.append(_output(opened.request, "", [], "abort"))
+
+    def has_work(self) -> bool:
+        self.looks += 1
+        return bool(self._open or self._ended)
+
+    def step(self) -> list[Output]:
+        self.threads.add(threading.get_ident())
+        self.steps += 1
+        if self.fail_at is not None and self.steps >= self.fail_at:
+            raise RuntimeError("the device is on fire")
+        time.sleep(self.step_seconds)
+        outputs, self._ended = self._ended, []
+        return outputs + [self._advance(opened) for opened in list(self._open.values())]
+
+    def stats(self) -> Mapping[str, float]:
+        names = ("running", "waiting", "generated_tokens", "cycles", "emitted", "pages", "pages_used")
+        return dict.fromkeys(names, 0.0)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _advance(self, opened: _Open) -> Output:
+        request, start = opened.request, len(opened.request.output_tokens)
+        text, reason, taken = "", None, []
+        for token in opened.tokens[start : start + self.run_length] or [1]:
+            taken.append(token)
+            request.output_tokens.append(token)
+            piece, reason = self._take(opened, token)
+            text += piece
+            if reason is not None:
+                del self._open[request.request_id]
+                break
+        return _output(request, text, taken, reason)
+
+    def _take(self, opened: _Open, token: int) -> tuple[str, FinishReason | None]:
+        detokenizer, params = opened.detokenizer, opened.request.params
+        if token == 1 or token in params.stop_token_ids:
+            return detokenizer.flush() if detokenizer else "", "stop"
+        text = detokenizer.push(token) if detokenizer else ""
+        if detokenizer and detokenizer.stopped is not None:
+            return text, "stop"
+        if len(opened.request.output_tokens) >= params.max_tokens:
+            return text + (detokenizer.flush() if detokenizer else ""), "length"
+        return text, None
+
+
+def _output(request: Request, text: str, tokens: list[int], reason: FinishReason | None) -> Output:
+    return Output(
+        request.request_id,
+        text,
+        tuple(tokens),
+        len(request.prompt_tokens),
+        len(request.output_tokens),
+        finish_reason=reason,
+    )
+
+
+@dataclass
+class Running:
+    """A server that listens, and its parts."""
+
+    url: str
+    bridge: Bridge
+    server: Server
+
+
+@contextmanager
+def running_server(
+    engine: Any, *, names: tuple[str, ...] = ("fake",), max_open: int = 8, **app_options: Any
+) -> Iterator[Running]:
+    """The whole server in a thread of its own, on loopback; it is shut down at the end."""
+    bridge = Bridge(engine, max_open=max_open)
+    app = create_app(bridge, names, **app_options)
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, log_level="warning")
+    server = Server(config, bridge, "ready at {url}")
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield Running(f"http://127.0.0.1:{port}", bridge, server)
+    finally:
+        server.end()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Poll; fail the test when it takes absurdly long."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        time.sleep(0.005)

@@ -1,0 +1,167 @@
+"""The bridge alone, on an event loop of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import pytest
+
+from nextn.engine.request import Output, Request, SamplingParams
+from nextn.errors import RequestError
+from nextn.server.bridge import Bridge, Busy, Ticket, Unavailable
+from tests.server.conftest import ANSWER
+from tests.server.fake import FakeEngine
+
+
+def _with_bridge(
+    engine: FakeEngine, test: Callable[[Bridge], Coroutine[Any, Any, None]], **options: Any
+) -> Bridge:
+    bridge = Bridge(engine, max_open=4, **options)
+
+    async def run() -> None:
+        bridge.start()
+        try:
+            await test(bridge)
+        finally:
+            await bridge.stop()
+
+    asyncio.run(run())
+    return bridge
+
+
+def _request(name: str, max_tokens: int = 100) -> Request:
+    return Request(name, [5, 6, 7], SamplingParams(max_tokens=max_tokens))
+
+
+async def _read(ticket: Ticket) -> list[tuple[int, Output]]:
+    outputs = []
+    while ticket.is_open:
+        outputs.append(await asyncio.wait_for(ticket.next(), 10))
+    return outputs
+
+
+def test_each_request_ends_once_and_last(engine: FakeEngine) -> None:
+    async def test(bridge: Bridge) -> None:
+        outputs = await _read(await bridge.submit([_request("a"), _request("b", 5)]))
+        for index, reason in ((0, "stop"), (1, "length")):
+            own = [output for place, output in outputs if place == index]
+            assert [output.finish_reason for output in own] == [None] * (len(own) - 1) + [reason]
+        assert "".join(output.text for place, output in outputs if place == 0) == ANSWER
+        assert bridge.num_open == 0
+
+    _with_bridge(engine, test)
+
+
+def test_what_the_engine_refuses_is_raised_and_nothing_stays(engine: FakeEngine) -> None:
+    async def test(bridge: Bridge) -> None:
+        with pytest.raises(RequestError, match="empty"):
+            await bridge.submit([_request("a"), Request("b", [], SamplingParams())])
+        assert bridge.num_open == 0
+        assert (await _read(await bridge.submit([_request("c")])))[-1][1].finish_reason == "stop"
+        assert engine.aborted == ["a"]
+
+    _with_bridge(engine, test)
+
+
+def test_closing_a_ticket_aborts_what_is_open_and_only_that(engine: FakeEngine) -> None:
+    engine.step_seconds = 0.005
+    engine.script = lambda request: [40] * (2 if request.request_id == "short" else 10_000)
+
+    async def test(bridge: Bridge) -> None:
+        ticket = await bridge.submit([_request("short"), _request("long", 200)])
+        while (await ticket.next())[1].finish_reason is None:
+            pass
+        ticket.close()
+        ticket.close()
+        (_, last) = (await _read(ticket))[-1]
+        assert last.finish_reason == "abort"
+
+    _with_bridge(engine, test)
+    assert engine.aborted == ["long"]
+
+
+def test_a_cancelled_submit_leaves_nothing_open(engine: FakeEngine) -> None:
+    engine.step_seconds = 0.05
+
+    async def test(bridge: Bridge) -> None:
+        await bridge.submit([_request("a")])
+        task = asyncio.create_task(bridge.submit([_request("b")]))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert bridge.num_open == 1
+
+    _with_bridge(engine, test)
+    assert engine.closed
+
+
+def test_more_than_max_open_is_busy(engine: FakeEngine) -> None:
+    async def test(bridge: Bridge) -> None:
+        with pytest.raises(Busy, match="at most 4"):
+            await bridge.submit([_request(str(i)) for i in range(5)])
+        assert engine.seen == []
+
+    _with_bridge(engine, test)
+
+
+def test_nothing_is_taken_before_the_start_or_after_the_stop(engine: FakeEngine) -> None:
+    async def nothing(_: Bridge) -> None:
+        return
+
+    bridge = Bridge(engine, max_open=4)
+    with pytest.raises(Unavailable):
+        asyncio.run(bridge.submit([_request("a")]))
+    stopped = _with_bridge(engine, nothing)
+    with pytest.raises(Unavailable, match="shutting down"):
+        asyncio.run(stopped.submit([_request("a")]))
+    assert engine.closed
+
+
+def test_a_request_on_its_way_to_a_failing_engine_is_told(engine: FakeEngine) -> None:
+    """It arrives during the step that raises: neither taken nor refused, it must still hear of the end."""
+    stepping, release = threading.Event(), threading.Event()
+
+    def fail() -> list[Output]:
+        stepping.set()
+        release.wait(10)
+        raise RuntimeError("the device is on fire")
+
+    engine.step = fail  # type: ignore[method-assign]
+
+    async def test(bridge: Bridge) -> None:
+        first = await bridge.submit([_request("a")])
+        await asyncio.to_thread(stepping.wait, 10)
+        second = asyncio.create_task(bridge.submit([_request("b")]))
+        await asyncio.sleep(0.01)
+        release.set()
+        with pytest.raises(Unavailable, match="engine has failed"):
+            await asyncio.wait_for(second, 10)
+        assert [output.finish_reason for _, output in await _read(first)] == ["error"]
+        assert bridge.num_open == 0
+        with pytest.raises(Unavailable, match="engine has failed"):
+            await bridge.submit([_request("c")])
+
+    bridge = _with_bridge(engine, test)
+    assert isinstance(bridge.failure, RuntimeError)
+
+
+def test_statistics_are_reported_while_there_is_traffic(engine: FakeEngine) -> None:
+    """At intervals while the engine works, once after it has gone idle, then no more."""
+    reports: list[tuple[Mapping[str, float], float]] = []
+    engine.script = lambda _: [40] * 30
+    engine.step_seconds = 0.01
+
+    async def test(bridge: Bridge) -> None:
+        await _read(await bridge.submit([_request("a")]))
+        await asyncio.sleep(0.1)
+        seen = len(reports)
+        assert 1 <= seen <= 11
+        await asyncio.sleep(0.1)
+        assert len(reports) == seen
+
+    _with_bridge(engine, test, report=lambda *report: reports.append(report), report_every=0.02)
+    assert all(seconds >= 0.01 for _, seconds in reports)

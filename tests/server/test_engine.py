@@ -1,0 +1,125 @@
+"""The server over the real engine, on a tiny random checkpoint with a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from nextn.config import EngineConfig, SpecConfig
+from nextn.engine.engine import Engine
+from nextn.models.random_checkpoint import write_random_checkpoint
+from tests.server.byte_bpe import write_tokenizer
+from tests.server.fake import running_server, wait_until
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "n_shared_experts": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "num_nextn_predict_layers": 1,
+    "hidden_act": "silu",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+PARAMETERS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.9, "top_p": 0.9, "seed": 7},
+    {"temperature": 1.2, "top_k": 20, "frequency_penalty": 0.7, "seed": -3, "stop": ["e", "t"]},
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = write_tokenizer(folder / "tokenizer")
+    write_random_checkpoint(CONFIG, folder / "model", stored_as="fp32", tokenizer=tokenizer)
+    return folder / "model"
+
+
+def _engine(checkpoint: Path, spec: SpecConfig | None) -> Engine:
+    config = EngineConfig(
+        device="cpu", dtype="float64", spec=spec, max_running_requests=4, num_pages=32, page_size=16
+    )
+    return Engine.from_config(checkpoint, config)
+
+
+def _ask(url: str, *, stream: bool) -> list[str]:
+    texts = []
+    for parameters in PARAMETERS:
+        body = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 24, **parameters}
+        answer = httpx.post(url + "/v1/chat/completions", json=body | {"stream": stream}, timeout=60)
+        assert answer.status_code == 200
+        if stream:
+            lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+            assert lines.pop() == "[DONE]"
+            chunks = [json.loads(line) for line in lines]
+            texts.append("".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks))
+        else:
+            texts.append(answer.json()["choices"][0]["message"]["content"])
+    return texts
+
+
+def test_the_text_is_the_same_with_and_without_drafts_and_streams(checkpoint: Path) -> None:
+    with running_server(_engine(checkpoint, SpecConfig(2, 4, 4))) as running:
+        drafted = _ask(running.url, stream=False)
+        assert _ask(running.url, stream=True) == drafted
+    with running_server(_engine(checkpoint, None)) as running:
+        assert _ask(running.url, stream=False) == drafted
+    assert len(set(drafted)) == len(PARAMETERS)
+
+
+def test_usage_tells_what_speculation_did(checkpoint: Path) -> None:
+    with running_server(_engine(checkpoint, SpecConfig(2, 4, 4))) as running:
+        body = {"prompt": "The quick", "max_tokens": 20, "ignore_eos": True}
+        usage = httpx.post(running.url + "/v1/completions", json=body, timeout=60).json()["usage"]
+    told = usage["speculation"]
+    assert usage["completion_tokens"] == 20
+    assert told["drafted_tokens"] == 3 * told["cycles"]
+    # The first token comes from the prompt; a last cycle may bring more than was asked for.
+    assert 19 <= told["cycles"] + told["accepted_tokens"] <= 21
+    assert told["acceptance_length"] == pytest.approx(1 + told["accepted_tokens"] / told["cycles"], abs=1e-3)
+
+
+def test_a_client_that_leaves_gives_its_pages_back(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = _engine(checkpoint, SpecConfig(2, 4, 4))
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.02) or step())  # so that it is not done first
+    with running_server(engine) as running:
+        with openai.OpenAI(base_url=running.url + "/v1", api_key="x") as client:
+            stream = client.completions.create(
+                model="fake", prompt="Hi", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+            )
+            with stream:
+                next(iter(stream))
+        wait_until(lambda: not engine.has_work())
+        assert engine.stats()["aborted"] == 1
+        assert engine.stats()["pages_used"] == 0

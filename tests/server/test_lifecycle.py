@@ -1,0 +1,225 @@
+"""What happens to requests when clients leave, the engine fails, the server is full or is told to end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server.conftest import ANSWER
+from tests.server.fake import FakeEngine, Running, running_server, wait_until
+
+BODY = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def _endless(engine: FakeEngine) -> FakeEngine:
+    """An engine whose answers take hours."""
+    engine.script = lambda _: [40] * 1_000_000
+    engine.max_model_len = 1_000_000
+    engine.step_seconds = 0.01
+    return engine
+
+
+def _send(running: Running, body: dict[str, Any]) -> socket.socket:
+    """POST a chat over a socket of our own and leave the answer unread."""
+    content = json.dumps(body).encode()
+    host, port = running.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_aborts_its_request(engine: FakeEngine, stream: bool) -> None:
+    with running_server(_endless(engine)) as running:
+        connection = _send(running, BODY | {"stream": stream})
+        if stream:
+            assert b"200 OK" in connection.recv(100)
+        wait_until(lambda: engine.steps > 2)
+        connection.close()
+        wait_until(lambda: len(engine.aborted) == 1)
+        assert running.bridge.num_open == 0
+        assert engine.aborted == [engine.seen[0].request_id]
+
+
+def test_a_stream_closed_by_the_openai_client_aborts_its_request(engine: FakeEngine) -> None:
+    with (
+        running_server(_endless(engine)) as running,
+        openai.OpenAI(base_url=running.url + "/v1", api_key="x") as client,
+    ):
+        with client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "Hi"}], stream=True
+        ):
+            wait_until(lambda: engine.steps > 2)
+        wait_until(lambda: len(engine.aborted) == 1)
+
+
+def test_one_client_s_leaving_leaves_the_other_s_answer_alone(engine: FakeEngine) -> None:
+    slow = engine.script
+    engine.step_seconds = 0.02
+    engine.script = lambda request: slow(request) if len(engine.seen) else [40] * 1000
+    engine.max_model_len = 2000
+    with running_server(engine) as running:
+        connection = _send(running, BODY | {"stream": True})
+        wait_until(lambda: len(engine.seen) == 1)
+        threading.Timer(0.1, connection.close).start()
+        answer = httpx.post(running.url + "/v1/chat/completions", json=BODY).json()
+        assert answer["choices"][0]["message"]["content"] == ANSWER
+        wait_until(lambda: len(engine.aborted) == 1)
+
+
+def test_a_full_server_says_429_and_takes_requests_again(engine: FakeEngine) -> None:
+    with running_server(_endless(engine), max_open=2) as running:
+        connections = [_send(running, BODY | {"stream": True}) for _ in range(2)]
+        wait_until(lambda: running.bridge.num_open == 2)
+        refused = httpx.post(running.url + "/v1/chat/completions", json=BODY)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        connections[0].close()
+        wait_until(lambda: running.bridge.num_open == 1)
+        connections.append(_send(running, BODY | {"stream": True}))
+        wait_until(lambda: len(engine.seen) == 3)
+        for connection in connections:
+            connection.close()
+
+
+def test_several_prompts_count_as_several_requests(engine: FakeEngine) -> None:
+    with running_server(engine, max_open=2) as running:
+        refused = httpx.post(running.url + "/v1/completions", json={"prompt": ["a", "b", "c"]})
+        assert refused.status_code == 429
+        assert httpx.post(running.url + "/v1/completions", json={"prompt": ["a", "b"]}).status_code == 200
+
+
+def test_a_failing_engine_ends_every_request_with_an_error(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Streamed or not: an error each; /health is 503; the traceback is logged; the server ends by itself."""
+    engine.step_seconds = 0.05
+    engine.script = lambda _: [40] * 100
+    engine.fail_at = 8
+    ended = threading.Event()
+    with running_server(engine) as running, caplog.at_level(logging.CRITICAL, "nextn.server.bridge"):
+        running.bridge.on_failure = ended.set  # keep the server up, to look at it
+        stream = _send(running, BODY | {"stream": True})
+        wait_until(lambda: len(engine.seen) == 1)
+        whole = httpx.post(running.url + "/v1/chat/completions", json=BODY)
+        assert whole.status_code == 500
+        assert whole.json()["error"]["type"] == "server_error"
+        assert ended.is_set()
+        stream.settimeout(10)
+        received = b""
+        while b"0\r\n\r\n" not in received:
+            received += stream.recv(65536)
+        stream.close()
+        events = [line for line in received.decode().splitlines() if line.startswith("data: ")]
+        assert "engine has failed" in json.loads(events[-1].removeprefix("data: "))["error"]["message"]
+        assert "[DONE]" not in received.decode()
+        health = httpx.get(running.url + "/health")
+        assert (health.status_code, health.json()) == (503, {"status": "engine failed"})
+        later = httpx.post(running.url + "/v1/chat/completions", json=BODY)
+        assert later.status_code == 503
+        assert running.bridge.num_open == 0
+    assert isinstance(running.bridge.failure, RuntimeError)
+    assert "the device is on fire" in caplog.text
+
+
+def test_the_openai_client_raises_on_an_error_in_a_stream(engine: FakeEngine) -> None:
+    engine.script = lambda _: [40] * 100
+    engine.fail_at = 4
+    with running_server(engine) as running:
+        running.bridge.on_failure = None
+        with openai.OpenAI(base_url=running.url + "/v1", api_key="x", max_retries=0) as client:
+            stream = client.chat.completions.create(
+                model="fake", messages=[{"role": "user", "content": "Hi"}], stream=True
+            )
+            with pytest.raises(openai.APIError, match="engine has failed"):
+                list(stream)
+
+
+def test_a_request_that_the_engine_forgets_is_an_engine_failure(engine: FakeEngine) -> None:
+    """Every request gets its end, even from an engine that never sends one."""
+    engine.script = lambda _: [40] * 10
+    engine.step = lambda: engine._open.clear() or []  # type: ignore[method-assign,func-returns-value]
+    with running_server(engine) as running:
+        running.bridge.on_failure = None
+        assert httpx.post(running.url + "/v1/chat/completions", json=BODY).status_code == 500
+        assert "has not ended" in str(running.bridge.failure)
+
+
+def test_the_end_of_the_server_gives_open_requests_time_and_then_ends_them(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nextn.server.cli.SHUTDOWN_GRACE_SECONDS", 0.3)
+    with running_server(_endless(engine)) as running:
+        connection = _send(running, BODY | {"stream": True})
+        wait_until(lambda: engine.steps > 2)
+        started = time.monotonic()
+        running.server.end()
+        wait_until(lambda: engine.closed)
+        assert time.monotonic() - started >= 0.3
+        connection.settimeout(10)
+        received = b""
+        while piece := connection.recv(65536):
+            received += piece
+        connection.close()
+    assert b"the server is shutting down" in received
+
+
+def test_a_request_that_the_end_of_the_server_cuts_off_is_unavailable(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nextn.server.cli.SHUTDOWN_GRACE_SECONDS", 0.05)
+    with running_server(_endless(engine)) as running:
+        connection = _send(running, BODY)
+        wait_until(lambda: engine.steps > 2)
+        running.server.end()
+        connection.settimeout(10)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 503 ")
+        connection.close()
+
+
+def test_a_short_answer_is_finished_before_the_server_ends(engine: FakeEngine) -> None:
+    engine.step_seconds = 0.02
+    with running_server(engine) as running:
+        connection = _send(running, BODY)
+        wait_until(lambda: len(engine.seen) == 1)
+        running.server.end()
+        connection.settimeout(10)
+        received = b""
+        while piece := connection.recv(65536):
+            received += piece
+        connection.close()
+    assert b"200 OK" in received
+    assert b'"finish_reason":"stop"' in received
+    assert engine.aborted == []
+
+
+def test_only_the_engine_thread_touches_the_engine(engine: FakeEngine) -> None:
+    with running_server(engine) as running:
+        for _ in range(3):
+            assert httpx.post(running.url + "/v1/chat/completions", json=BODY).status_code == 200
+    assert len(engine.threads) == 1
+    assert threading.get_ident() not in engine.threads
+
+
+def test_an_idle_engine_is_left_alone(engine: FakeEngine) -> None:
+    """Neither stepped nor asked again and again."""
+    with running_server(engine) as running:
+        assert httpx.post(running.url + "/v1/chat/completions", json=BODY).status_code == 200
+        time.sleep(0.05)
+        steps, looks = engine.steps, engine.looks
+        time.sleep(0.1)
+        assert engine.steps == steps
+        assert engine.looks <= looks + 2
