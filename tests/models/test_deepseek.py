@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nextn.models.moe import Gate, RoutedExperts
 from tests.compare import assert_close
 from tests.models.build import Pool, Tiny, Tree, build, prefill, random_tokens, small_dict, tiny_dict
 from tests.models.oracle import logits, target_model
@@ -168,6 +169,23 @@ def test_a_decode_of_padding_alone_writes_nothing(small: Tiny) -> None:
     inp.valid.fill_(False)
     assert small.target.decode(inp, pool.cache).isfinite().all()
     assert_close(pool.cache, before, "bitwise")
+
+
+def test_invalid_nodes_read_no_expert() -> None:
+    """With every expert that only padded nodes chose full of NaN, all outputs stay finite."""
+    tiny, choices = build(small_dict(num_hidden_layers=1, first_k_dense_replace=0), dtype=torch.float64), []
+    gates = [module for module in tiny.target.modules() if isinstance(module, Gate)]
+    gates[0].register_forward_hook(lambda _module, _inputs, output: choices.append(output[1]))
+    inp = tiny.pool().tree_input([Tree([1, 2, 3, 4], [-1, 0, 0, 1]), Tree([5], [-1])], [0, 0])
+    inp.valid[0] = False
+    expected = tiny.target.decode(inp, tiny.pool().cache)
+    idle = torch.ones(tiny.cfg.n_routed_experts, dtype=torch.bool)
+    idle[choices[0][inp.valid.flatten()].unique()] = False
+    assert idle[choices[0]].any()
+    for module in tiny.target.modules():
+        if isinstance(module, RoutedExperts):
+            module.w13[idle], module.w2[idle] = float("nan"), float("nan")
+    assert_close(tiny.target.decode(inp, tiny.pool().cache), expected, "fp64")
 
 
 def test_only_valid_nodes_are_written(small: Tiny) -> None:
