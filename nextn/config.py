@@ -17,12 +17,15 @@ from nextn.errors import CheckpointError, ConfigError
 MAX_TREE_NODES = 64
 """Ancestor masks are one int64 a node, so a tree (or a draft step buffer) has at most 64 nodes."""
 
+EXPORTED_ARCHITECTURE = "DeepseekV3ForCausalLMNextN"
+"""What config.json of an exported NextN layer calls it; SGLang knows it by this name too."""
+
 DraftHidden = Literal["post-norm", "pre-norm"]
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding: plain (factor 1) or YaRN; field names are those of config.json."""
+    """Rotary embedding: plain (no original length) or YaRN; field names are those of config.json."""
 
     theta: float = 10000.0
     factor: float = 1.0
@@ -35,7 +38,7 @@ class RopeConfig:
 
     @property
     def is_yarn(self) -> bool:
-        """Whether frequencies are interpolated; a factor of 1 is plain RoPE."""
+        """Whether config.json asks for YaRN, which alone names the length that was trained first."""
         return self.original_max_position_embeddings > 0
 
     @staticmethod
@@ -66,7 +69,10 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The fields of a DeepSeek-V2/V3-family config.json that change the computation, by their own names."""
+    """The fields of a DeepSeek-V2/V3-family config.json that nextn computes with, by their own names.
+
+    is_exported_draft: the directory holds a NextN layer alone, as `nextn-export` writes it.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -94,10 +100,8 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope: RopeConfig
-    bos_token_id: int
     eos_token_ids: tuple[int, ...]
     weight_block_size: tuple[int, int] = (128, 128)
-    scale_fmt: str | None = None
     is_exported_draft: bool = False
 
     @property
@@ -192,11 +196,9 @@ class ModelConfig:
                 max_position_embeddings=int(config["max_position_embeddings"]),
                 rms_norm_eps=float(config["rms_norm_eps"]),
                 rope=RopeConfig.from_dict(config),
-                bos_token_id=int(config.get("bos_token_id") or 0),
                 eos_token_ids=tuple(eos) if isinstance(eos, list) else (int(eos),),
                 weight_block_size=(int(block[0]), int(block[1])),
-                scale_fmt=quantization.get("scale_fmt"),
-                is_exported_draft="DeepseekV3ForCausalLMNextN" in (config.get("architectures") or ()),
+                is_exported_draft=EXPORTED_ARCHITECTURE in (config.get("architectures") or ()),
             )
         except KeyError as error:
             raise CheckpointError(
@@ -305,7 +307,15 @@ class SpecConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes and choices of one engine. `None` means: chosen from the model and the machine at start."""
+    """Sizes and choices of one engine. `None` means: chosen from the model and the machine at start.
+
+    spec: the tree's shape, or None for plain decoding. draft_model: directory to take the NextN layer from,
+    instead of the model's own. draft_hidden: target states that the draft reads, after or before model.norm.
+    max_model_len: most tokens of a request, prompt and output together. page_size: tokens a cache page.
+    mem_fraction: share of a GPU's memory for weights and cache together. chunked_prefill_size: most tokens a
+    prefill step. seed: of random (dummy) weights. max_draft_tokens: largest D that `spec` may be changed to
+    later; 0 adds nothing to `spec` itself.
+    """
 
     device: str = "auto"
     dtype: str = "auto"

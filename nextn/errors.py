@@ -1,10 +1,12 @@
-"""Every error that nextn raises on purpose; anything else that escapes is a defect.
+"""The errors that nextn raises on purpose; anything else that escapes is a defect.
 
 NextnError
 ├── ConfigError       a flag or a config.json field has a value that cannot work
 ├── CheckpointError   a checkpoint is missing, incomplete, corrupt or of an unsupported kind
 ├── RequestError      one request asks for something that cannot be done; names the field
 └── CapacityError     the machine has too little memory for the model, the cache or the request
+
+The server adds leaves of its own to the tree: `ApiError` (protocol.py), `Busy` and `Unavailable` (bridge.py).
 """
 
 from __future__ import annotations

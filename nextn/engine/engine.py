@@ -1,4 +1,4 @@
-"""The engine: requests in, outputs out, one step at a time; one thread uses it.
+"""The engine: requests in, outputs out, one step at a time; one thread uses it (any may call `validate`).
 
 A request ends with exactly one final output: by a stop token, a stop string, its token limit or an abort.
 """
@@ -36,7 +36,7 @@ class Engine:
     """Continuous batching over one worker.
 
     spec: the tree's shape of the next decode step, or None for plain decoding; it may change between steps.
-    tokenizer: None for a model without tokenizer files (dummy weights); outputs then carry no text.
+    tokenizer: None with dummy weights, which come without tokenizer files; outputs then carry no text.
     """
 
     def __init__(
@@ -86,8 +86,7 @@ class Engine:
         if spec is not None and spec.draft_tokens > self._reserve:
             raise ConfigError(
                 f"a tree of {spec.draft_tokens} tokens is above the {self._reserve} that this engine "
-                f"reserved; "
-                f"raise max_draft_tokens"
+                f"reserved; raise max_draft_tokens"
             )
         self._spec = spec
 
@@ -142,7 +141,6 @@ class Engine:
         for entry in self.scheduler.running:
             if entry not in before:
                 self.worker.start_row(entry, self._streams[entry.request.request_id].seed)
-        self.counters.steps += 1
         if isinstance(batch, PrefillBatch):
             return outputs + self._prefill(batch)
         return outputs + self._decode(batch.entries)

@@ -103,8 +103,8 @@ def _add_tree_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--spec",
         choices=("auto", "off"),
-        help="auto: choose the shape by itself; off: decode one token at a time, without drafts "
-        "(default: the three numbers above)",
+        help=f"auto: choose the shape by a cost table, so far always {default}; off: decode one token at a "
+        "time, without drafts (default: the three numbers above)",
     )
 
 
@@ -113,7 +113,7 @@ def _add_draft_flags(parser: argparse.ArgumentParser, default: EngineConfig) -> 
     group.add_argument(
         "--draft-model",
         metavar="DIR",
-        help="directory of an exported NextN layer (default: the NextN layer of MODEL itself)",
+        help="directory to take the NextN layer from, exported or a whole checkpoint (default: MODEL itself)",
     )
     group.add_argument(
         "--draft-hidden",
@@ -159,14 +159,14 @@ def _add_size_flags(parser: argparse.ArgumentParser, default: EngineConfig) -> N
         type=_float,
         metavar="F",
         default=default.mem_fraction,
-        help=f"share of the device's memory for weights and cache together, 0 to 1 (default: "
-        f"{default.mem_fraction})",
+        help="share of a GPU's memory for weights and cache together, 0 to 1; a CPU's cache has 1 GiB "
+        f"(default: {default.mem_fraction})",
     )
     group.add_argument(
         "--num-pages",
         type=_int,
         metavar="N",
-        help="pages of the cache (default: what --mem-fraction leaves)",
+        help="pages of the cache (default: as many as --mem-fraction leaves room for)",
     )
     group.add_argument(
         "--page-size",

@@ -13,7 +13,7 @@ from nextn.errors import CapacityError, ConfigError
 logger = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 1 << 30
-"""Default cache on a CPU; the operating system hands the memory out only as pages are used."""
+"""The cache on a CPU, whatever `mem_fraction`; the system hands memory out only as pages are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,14 @@ def plan_memory(
     if longest < 2:
         raise CapacityError(
             f"{max(num_pages, 0)} cache pages of {config.page_size} tokens ({page_bytes / 2**20:.1f} MiB "
-            f"each) fit, which is too few for one request; raise --mem-fraction or "
-            f"--num-pages, or take a smaller model"
+            f"each) fit, which is too few for one request; raise --mem-fraction or --num-pages, or take a "
+            f"smaller model"
         )
     if longest < max_model_len:
         if config.max_model_len is not None:
             raise ConfigError(
-                f"--max-model-len {max_model_len} does not fit the cache of "
-                f"{num_pages * config.page_size} tokens "
-                f"({reserve} are kept for the tree); use at most {longest}"
+                f"--max-model-len {max_model_len} does not fit the cache of {num_pages * config.page_size} "
+                f"tokens ({reserve} are kept for the tree); use at most {longest}"
             )
         logger.warning("max_model_len is cut from %d to %d: the cache holds no more", max_model_len, longest)
     logger.info(
@@ -64,12 +63,12 @@ def plan_memory(
 
 
 def _budget(cfg: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> int:
-    """Bytes for the cache: on a GPU `mem_fraction` of the card, less what is taken and one step's work."""
+    """Bytes for the cache: `mem_fraction` of a GPU less what is taken and one step's work; fixed on a CPU."""
     if device.type == "cpu":
         return CPU_CACHE_BYTES
     free, total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    taken = total - free - reserved
+    reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    taken = total - free - reusable
     activations = (
         config.chunked_prefill_size
         * dtype.itemsize

@@ -19,7 +19,7 @@ class SamplingParams:
     """How the tokens of one request are chosen and when they end.
 
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch the filters off. A seed of None is drawn by
-    the engine. The order of the filters is penalties, temperature, min_p, top_k, top_p.
+    the engine. The order is penalties, temperature, min_p, top_k, top_p.
     """
 
     max_tokens: int = 128
@@ -80,7 +80,6 @@ class Request:
     request_id: str
     prompt_tokens: list[int]
     params: SamplingParams
-    arrival: float = 0.0
     output_tokens: list[int] = field(default_factory=list)
     acceptance: Acceptance = field(default_factory=Acceptance)
 
@@ -91,7 +90,8 @@ class Output:
 
     text: the new text that is safe to show (complete UTF-8, no part of a stop string).
     token_ids: the new tokens. stop_reason: the stop string or token id that ended the request.
-    error: the message, when finish_reason is 'error'. acceptance: the request's cycles so far.
+    error: the message, when finish_reason is 'error'. acceptance: the request's own counter, which
+    goes on counting until the last output.
     """
 
     request_id: str

@@ -52,19 +52,22 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Sampling parameters of every row, on the device."""
+    """Sampling parameters of every row, on the device; R rows and the scratch row.
 
-    temperature: Tensor  # [R] float32
-    top_k: Tensor  # [R] int64, 0 is off
-    top_p: Tensor  # [R] float32
-    min_p: Tensor  # [R] float32
-    frequency: Tensor  # [R] float32
-    presence: Tensor  # [R] float32
-    repetition: Tensor  # [R] float32
-    seed: Tensor  # [R] int64
-    choice: Tensor  # [R] int64
-    counts: Tensor  # [R, V] int32, chosen tokens, the root included
-    prompt_seen: Tensor  # [R, V] bool
+    The fields are those of `SamplingBatch`, in its order: `sampling_batch` gathers the first nine by name.
+    """
+
+    temperature: Tensor  # [R + 1] float32
+    top_k: Tensor  # [R + 1] int64, 0 is off
+    top_p: Tensor  # [R + 1] float32
+    min_p: Tensor  # [R + 1] float32
+    frequency: Tensor  # [R + 1] float32
+    presence: Tensor  # [R + 1] float32
+    repetition: Tensor  # [R + 1] float32
+    seed: Tensor  # [R + 1] int64
+    choice: Tensor  # [R + 1] int64
+    counts: Tensor  # [R + 1, V] int32, chosen tokens, the root included
+    prompt_seen: Tensor  # [R + 1, V] bool
 
     @staticmethod
     def zeros(rows: int, vocab_size: int, device: torch.device) -> SamplingRows:
@@ -140,7 +143,10 @@ class RowState:
         prompt: Sequence[int],
         output: Sequence[int],
     ) -> None:
-        """Start a row: sampling parameters, and counts of what a resumed request has already said."""
+        """Start a row: sampling parameters, and counts of what a resumed request has already said.
+
+        seed: 64 bits. choice: which of a request's answers this is; it separates their noise.
+        """
         sampling = self.sampling
         sampling.temperature[row] = params.temperature
         sampling.top_k[row] = params.top_k

@@ -47,11 +47,14 @@ class Acceptance:
 
 @dataclass(slots=True)
 class Stats:
-    """Totals of an engine since its start."""
+    """Totals of an engine since its start.
+
+    prompt_tokens: tokens prefilled; a preempted request counts once more when it resumes. finished: requests
+    that ended by themselves. acceptance: cycles of all requests.
+    """
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
     finished: int = 0
     aborted: int = 0
-    steps: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)

@@ -126,7 +126,7 @@ class Worker:
         mark: Mark = no_mark,
     ) -> Emitted:
         """Advance every entry by one cycle of shape `spec`, or by one plain token when it is None."""
-        batch = self._batch(entries, spec)
+        batch = self._batch(entries)
         if spec is None:
             self._keep_ring(entries, batch)
             accepted = plain_step(self.models, self.state, batch, self.options, mark=mark)
@@ -154,7 +154,8 @@ class Worker:
         for entry in entries:
             self._lag[entry.row] = 0
 
-    def _batch(self, entries: Sequence[Running], spec: SpecConfig | None) -> StepBatch:
+    def _batch(self, entries: Sequence[Running]) -> StepBatch:
+        """The decode step of `entries`, with pages for the longest prefix among them."""
         longest = max(entry.length for entry in entries)
         pages = max(1, -(-longest // self.state.page_size))
         return self._step_batch([entry.row for entry in entries], [e.request.params for e in entries], pages)

@@ -35,7 +35,7 @@ def fill_dummy(
 
     With `keep_fp8` 'linear' tensors arrive as FP8 with scales, all others (and, without it, all) as `dtype`.
     One tensor is alive at a time beside the module's own storage: the peak is the model's size and about
-    three times its largest tensor. A V3 layer has 768 expert tensors, so 61 layers are some 45,000 tensors of
+    three times its largest tensor. V3's 58 layers with experts have 768 expert tensors each, some 45,000 of
     14.7 MB: about eight launches each, so seconds for a card full of weights. Values depend on the seed, the
     tensor's name and the place of the rank's part, not on order: a tensor that all ranks hold is the same on
     all of them.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from nextn.config import ModelConfig
+from nextn.config import EXPORTED_ARCHITECTURE, ModelConfig
 from nextn.errors import CheckpointError, NextnError
 from nextn.models.checkpoint import Checkpoint, StoredTensor, copy_tensors, write_index, write_json
 from nextn.models.loader import plan_load
@@ -26,7 +26,6 @@ from nextn.models.random_checkpoint import read_config
 from nextn.models.weights import NEXTN_COPIES, is_ignored, layer_prefix, meta_models, require_layer
 
 WEIGHTS_NAME = "nextn_layer_parameters.safetensors"
-ARCHITECTURE = "DeepseekV3ForCausalLMNextN"
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
@@ -70,7 +69,7 @@ def export_nextn(
     tensors = find_nextn(Checkpoint(input_dir), cfg)
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     fp8 = sum(tensor.dtype == "F8_E4M3" for tensor in tensors.values())
-    config = read_config(input_dir) | {"architectures": [ARCHITECTURE], "num_hidden_layers": 1}
+    config = read_config(input_dir) | {"architectures": [EXPORTED_ARCHITECTURE], "num_hidden_layers": 1}
     if not fp8:
         config.pop("quantization_config", None)
     meter = Progress(f"exporting {input_dir.name}", nbytes, shown=progress)

@@ -2,12 +2,12 @@
 
 First a plan is made from headers alone, and every fault in it is reported in one error that names the
 tensors; only then is data read: this rank's slices, by several threads, while modules take them one at a
-time. Whether a weight is FP8 is decided
-tensor by tensor from what is on disk, never from config.json.
+time. Whether a weight is FP8 is decided tensor by tensor from what is on disk, never from config.json.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import defaultdict
@@ -249,16 +249,9 @@ def _run(
 
 def _region_bytes(item: LoadItem) -> int:
     """Bytes of this rank's part of the weight, as stored."""
-    count = 1
-    for part, size in zip(item.spec.shard, item.spec.shape, strict=True):
-        start, stop = shard_range(part, size)
-        count *= stop - start
-    total = max(1, _numel(item.weight.shape))
-    return item.weight.nbytes * count // total
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
+    ranges = [shard_range(part, size) for part, size in zip(item.spec.shard, item.spec.shape, strict=True)]
+    count = math.prod(stop - start for start, stop in ranges)
+    return item.weight.nbytes * count // max(1, math.prod(item.weight.shape))
 
 
 class _Reader:

@@ -84,12 +84,11 @@ class PrefillPlan:
 
     inp: PrefillInput
     rotary: RotaryRows
-    valid: Tensor | None = None  # every token of a prefill is valid
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """A decode's input with its rotary factors and, off the GPU's own kernels, its visibility."""
+    """A decode's input with its rotary factors and its visibility."""
 
     inp: TreeInput | DraftInput
     rotary: RotaryRows

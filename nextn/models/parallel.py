@@ -39,7 +39,7 @@ class Placement:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def unquantized(self) -> Placement:
-        """The same for tensors that no checkpoint stores in FP8."""
+        """The same for a layer that checkpoints store in bf16; FP8 that comes all the same is dequantised."""
         return replace(self, keep_fp8=False)
 
 
@@ -135,7 +135,7 @@ class Part:
 
 
 class Linear(TensorModule):
-    """y = x W^T where W stacks this rank's shards of `parts` by rows; no bias.
+    """y = x W^T where W stacks this rank's shards of `parts` by rows; no bias. Only kind 'linear' may be FP8.
 
     weight [rows, in] is FP8 with weight_scale_inv [row blocks, column blocks] float32 when FP8 parts came and
     `place.keep_fp8` holds; otherwise it has place.dtype and weight_scale_inv is None.
@@ -239,8 +239,8 @@ class VocabHead(TensorModule):
     def __init__(self, name: str, vocab_size: int, hidden_size: int, place: Placement) -> None:
         super().__init__()
         self.tp, self.wide = place.tp, place.wide
-        rows = place.tp.shard(vocab_size, "vocabulary rows")
-        self.proj = column_parallel([f"{name}.weight"], rows, vocab_size, hidden_size, place.unquantized())
+        shard = (place.tp.shard(vocab_size, "vocabulary rows"), slice(0, hidden_size))
+        self.proj = Linear([Part(f"{name}.weight", (vocab_size, hidden_size), shard)], place, "embedding")
 
     def forward(self, h: Tensor) -> Tensor:
         """h [..., hidden] -> logits [..., vocab], float32 or float64, of the whole vocabulary."""
@@ -248,5 +248,4 @@ class VocabHead(TensorModule):
 
     def specs(self) -> Iterator[TensorSpec]:
         """The one weight."""
-        for spec in self.proj.specs():
-            yield replace(spec, kind="embedding")
+        yield from self.proj.specs()

@@ -20,12 +20,10 @@ from nextn.kernels.comm import SINGLE, TensorParallel
 from nextn.models.checkpoint import Checkpoint, shorten
 from nextn.models.deepseek import DeepseekModel
 from nextn.models.dummy import fill_dummy
-from nextn.models.loader import LoadReport, load_checkpoint
+from nextn.models.loader import load_checkpoint
 from nextn.models.mtp import NextN
 from nextn.models.progress import format_bytes
 from nextn.models.specs import TensorSpec
-
-__all__ = ["LoadReport", "Models", "build_models", "fill_dummy", "load_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +61,7 @@ class _Draft:
 def build_models(
     model_dir: Path | None,
     cfg: ModelConfig,
-    engine: EngineConfig,
+    config: EngineConfig,
     device: torch.device,
     dtype: torch.dtype,
     max_positions: int,
@@ -72,10 +70,10 @@ def build_models(
     keep_fp8: bool | None = None,
     progress: bool = True,
 ) -> Models:
-    """Build and fill the models that `engine` asks for.
+    """Build and fill the models that `config` asks for.
 
     model_dir: the target's checkpoint; may be None with load_format 'dummy' only. `nextn` is None when
-    engine.spec is None, or when neither the checkpoint nor engine.draft_model has a NextN layer.
+    config.spec is None, or when the checkpoint has no NextN layer and no config.draft_model is given.
     keep_fp8: keep FP8 weights as they are; otherwise they are dequantised to `dtype` once. The default keeps
     them on CUDA, and not on a CPU, where products of dequantised weights are faster.
     Raises `CheckpointError` for weights that do not fit, `CapacityError` when the device's memory is full.
@@ -86,8 +84,8 @@ def build_models(
             "one as --draft-model"
         )
     keep = device.type == "cuda" if keep_fp8 is None else keep_fp8
-    draft = _find_draft(model_dir, cfg, engine)
-    dummy = engine.load_format == "dummy"
+    draft = _find_draft(model_dir, cfg, config)
+    dummy = config.load_format == "dummy"
     fp8 = (keep, keep) if dummy else _keeps_fp8(keep, cfg, _require_dir(model_dir), draft)
     try:
         target = DeepseekModel(
@@ -98,7 +96,7 @@ def build_models(
         if dummy:
             specs, block_size = _all_specs(models), cfg.weight_block_size
             fill_dummy(
-                specs, seed=engine.seed, device=device, dtype=dtype, keep_fp8=keep, block_size=block_size
+                specs, seed=config.seed, device=device, dtype=dtype, keep_fp8=keep, block_size=block_size
             )
         else:
             _load(models, _require_dir(model_dir), draft, progress)
@@ -170,14 +168,14 @@ def _require_dir(model_dir: Path | None) -> Path:
     return model_dir
 
 
-def _find_draft(model_dir: Path | None, cfg: ModelConfig, engine: EngineConfig) -> _Draft | None:
+def _find_draft(model_dir: Path | None, cfg: ModelConfig, config: EngineConfig) -> _Draft | None:
     """Where to take the NextN layer from, or None when it is not asked for or does not exist."""
-    if engine.spec is None:
+    if config.spec is None:
         return None
-    if engine.draft_model is None:
+    if config.draft_model is None:
         # Random weights need no directory; the path is then never opened.
         return _Draft(model_dir or Path(), cfg.nextn_layer, False) if cfg.has_nextn else None
-    path = Path(engine.draft_model)
+    path = Path(config.draft_model)
     draft = ModelConfig.from_dir(path)
     if not draft.is_exported_draft and not draft.has_nextn:
         raise CheckpointError(f"{path} has no NextN layer to draft with (num_nextn_predict_layers is 0)")
@@ -248,5 +246,5 @@ def _capacity_error(device: torch.device, error: torch.OutOfMemoryError) -> Capa
     free, total = torch.cuda.mem_get_info(device)
     return CapacityError(
         f"the model does not fit into the memory of {device}: {free / 1e9:.1f} of {total / 1e9:.1f} GB are "
-        f"free ({str(error).splitlines()[0]}); use more GPUs (--tp) or a smaller model"
+        f"free ({str(error).splitlines()[0]}); use a smaller model"
     )

@@ -33,8 +33,10 @@ from nextn.server.protocol import (
     parse_body,
 )
 from nextn.server.stream import EventStream, WholeAnswer, error_response
+from nextn.text import Tokenizer
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
+"""Default limit of a request's body; a larger one is refused with 413 before it is parsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +196,7 @@ class _Endpoints:
         limit = asked if asked is not None else room if default is None else min(default, room)
         params = body.sampling_params(limit)
         self.bridge.engine.validate(tokens, params)
-        return EngineRequest(uuid.uuid4().hex, tokens, params, arrival=time.monotonic())
+        return EngineRequest(uuid.uuid4().hex, tokens, params)
 
     async def _answer(self, prepared: _Prepared) -> Response:
         try:
@@ -209,7 +211,7 @@ class _Endpoints:
             return EventStream(ticket, prepared.reply, include_usage=prepared.body.include_usage)
         return WholeAnswer(ticket, prepared.reply)
 
-    def _tokenizer(self) -> Any:
+    def _tokenizer(self) -> Tokenizer:
         tokenizer = self.bridge.engine.tokenizer
         if tokenizer is None:
             raise RequestError("this model has no tokenizer; send token ids to /v1/completions", "prompt")

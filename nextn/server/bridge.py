@@ -30,7 +30,7 @@ class EngineLike(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None for a model without tokenizer files: it takes and gives token ids only."""
+        """None with dummy weights: the engine then takes and gives token ids only."""
 
     @property
     def max_model_len(self) -> int:

@@ -103,8 +103,8 @@ def tree_attention(
     return out.view(rows, nodes, heads, kv_lora_rank).to(q.dtype)
 
 
-class _Running(NamedTuple):
-    """A softmax over the keys so far: their largest score, sum of exponentials and weighted values."""
+class _RunningSoftmax(NamedTuple):
+    """The keys so far: their largest score, sum of exponentials and weighted values."""
 
     peak: Tensor  # [H, Q, 1]
     total: Tensor  # [H, Q, 1]
@@ -148,7 +148,7 @@ def _causal_block(q: Tensor, entries: Tensor, first: int, w_uk: Tensor, w_uv: Te
     work, device = accumulation_dtype(q.dtype), q.device
     queries = q.transpose(0, 1).to(work) * scale  # [H, Q, nope + rope]
     heads, count, _ = queries.shape
-    running = _Running(
+    running = _RunningSoftmax(
         queries.new_full((heads, count, 1), float("-inf")),
         queries.new_zeros(heads, count, 1),
         queries.new_zeros(heads, count, w_uv.shape[1]),
@@ -174,12 +174,12 @@ def _expand(queries: Tensor, block: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple
     return scores.add_(torch.matmul(queries[..., nope:], rope.to(queries.dtype).t())), values
 
 
-def _add_keys(running: _Running, scores: Tensor, values: Tensor) -> _Running:
+def _add_keys(running: _RunningSoftmax, scores: Tensor, values: Tensor) -> _RunningSoftmax:
     """Take in one block of keys. The first holds position 0, which every query sees, so peaks are finite."""
     peak = torch.maximum(running.peak, scores.amax(-1, keepdim=True))
     weights = (scores - peak).exp_()
     shrink = (running.peak - peak).exp()
-    return _Running(
+    return _RunningSoftmax(
         peak,
         running.total * shrink + weights.sum(-1, keepdim=True),
         running.values * shrink + torch.matmul(weights, values),

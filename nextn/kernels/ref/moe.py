@@ -25,8 +25,8 @@ class ExpertWeights(NamedTuple):
 
     w13: Tensor  # [E, 2I, H]
     w2: Tensor  # [E, H, I]
-    scale13: Tensor | None  # [E, 2I / 128, H / 128] float32
-    scale2: Tensor | None  # [E, H / 128, I / 128] float32
+    scale13: Tensor | None  # [E, row blocks of 2I, column blocks of H] float32
+    scale2: Tensor | None  # [E, row blocks of H, column blocks of I] float32
     block: Block
 
     def pick(self, experts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
