@@ -53,8 +53,9 @@ class RopeConfig:
         if kind != "yarn":
             raise CheckpointError(f"rope_scaling type {kind!r} is not supported; nextn reads 'yarn' or none")
         original = scaling.get("original_max_position_embeddings")
-        if original is None:
-            raise CheckpointError("rope_scaling of type yarn lacks original_max_position_embeddings")
+        if original is None or "factor" not in scaling:
+            missing = "original_max_position_embeddings" if original is None else "factor"
+            raise CheckpointError(f"rope_scaling of type yarn lacks {missing}")
         return RopeConfig(
             theta=theta,
             factor=float(scaling["factor"]),
@@ -158,52 +159,66 @@ class ModelConfig:
     @staticmethod
     def from_dict(config: Mapping[str, Any]) -> ModelConfig:
         """Decide by fields, not by model_type; raises `CheckpointError` for what is not MLA + MoE."""
-        _refuse_unsupported(config)
-        eos = config.get("eos_token_id", 1)
+        try:
+            _refuse_unsupported(config)
+            return ModelConfig._read(config)
+        except KeyError as error:
+            raise CheckpointError(
+                f"config.json lacks {error.args[0]!r}, which every DeepSeek-V2/V3-family model has"
+            ) from None
+        except (AttributeError, TypeError, ValueError, IndexError) as error:
+            raise CheckpointError(f"config.json has a value of the wrong kind: {error}") from None
+
+    @staticmethod
+    def _read(config: Mapping[str, Any]) -> ModelConfig:
+        """Take the fields as they stand; their own conversions raise on what they are not."""
+        eos = config.get("eos_token_id")  # may be absent: the tokenizer names one too
         quantization = config.get("quantization_config") or {}
         block = quantization.get("weight_block_size") or (128, 128)
         scoring = config.get(
             "scoring_func", "sigmoid" if config.get("model_type") != "deepseek_v2" else "softmax"
         )
         method = config.get("topk_method", "noaux_tc" if scoring == "sigmoid" else "greedy")
-        try:
-            return ModelConfig(
-                vocab_size=int(config["vocab_size"]),
-                hidden_size=int(config["hidden_size"]),
-                num_hidden_layers=int(config["num_hidden_layers"]),
-                num_attention_heads=int(config["num_attention_heads"]),
-                q_lora_rank=int(config["q_lora_rank"]) if config["q_lora_rank"] is not None else None,
-                kv_lora_rank=int(config["kv_lora_rank"]),
-                qk_nope_head_dim=int(config["qk_nope_head_dim"]),
-                qk_rope_head_dim=int(config["qk_rope_head_dim"]),
-                v_head_dim=int(config["v_head_dim"]),
-                intermediate_size=int(config["intermediate_size"]),
-                moe_intermediate_size=int(config.get("moe_intermediate_size") or 0),
-                first_k_dense_replace=int(config.get("first_k_dense_replace", 0)),
-                moe_layer_freq=int(config.get("moe_layer_freq", 1)),
-                n_routed_experts=int(config.get("n_routed_experts") or 0),
-                n_shared_experts=int(config.get("n_shared_experts") or 0),
-                num_experts_per_tok=int(config.get("num_experts_per_tok") or 0),
-                n_group=int(config.get("n_group") or 1),
-                topk_group=int(config.get("topk_group") or 1),
-                norm_topk_prob=bool(config.get("norm_topk_prob", scoring == "sigmoid")),
-                routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
-                scoring_func=scoring,
-                topk_method=method,
-                num_nextn_predict_layers=int(
-                    config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
-                ),
-                max_position_embeddings=int(config["max_position_embeddings"]),
-                rms_norm_eps=float(config["rms_norm_eps"]),
-                rope=RopeConfig.from_dict(config),
-                eos_token_ids=tuple(eos) if isinstance(eos, list) else (int(eos),),
-                weight_block_size=(int(block[0]), int(block[1])),
-                is_exported_draft=EXPORTED_ARCHITECTURE in (config.get("architectures") or ()),
-            )
-        except KeyError as error:
-            raise CheckpointError(
-                f"config.json lacks {error.args[0]!r}, which every DeepSeek-V2/V3-family model has"
-            ) from None
+        return ModelConfig(
+            vocab_size=int(config["vocab_size"]),
+            hidden_size=int(config["hidden_size"]),
+            num_hidden_layers=int(config["num_hidden_layers"]),
+            num_attention_heads=int(config["num_attention_heads"]),
+            q_lora_rank=int(config["q_lora_rank"]) if config["q_lora_rank"] is not None else None,
+            kv_lora_rank=int(config["kv_lora_rank"]),
+            qk_nope_head_dim=int(config["qk_nope_head_dim"]),
+            qk_rope_head_dim=int(config["qk_rope_head_dim"]),
+            v_head_dim=int(config["v_head_dim"]),
+            intermediate_size=int(config["intermediate_size"]),
+            moe_intermediate_size=int(config.get("moe_intermediate_size") or 0),
+            first_k_dense_replace=int(config.get("first_k_dense_replace", 0)),
+            moe_layer_freq=int(config.get("moe_layer_freq", 1)),
+            n_routed_experts=int(config.get("n_routed_experts") or 0),
+            n_shared_experts=int(config.get("n_shared_experts") or 0),
+            num_experts_per_tok=int(config.get("num_experts_per_tok") or 0),
+            n_group=int(config.get("n_group") or 1),
+            topk_group=int(config.get("topk_group") or 1),
+            norm_topk_prob=bool(config.get("norm_topk_prob", scoring == "sigmoid")),
+            routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
+            scoring_func=scoring,
+            topk_method=method,
+            num_nextn_predict_layers=int(
+                config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+            ),
+            max_position_embeddings=int(config["max_position_embeddings"]),
+            rms_norm_eps=float(config["rms_norm_eps"]),
+            rope=RopeConfig.from_dict(config),
+            eos_token_ids=tuple(int(token) for token in _as_list(eos)),
+            weight_block_size=(int(block[0]), int(block[1])),
+            is_exported_draft=EXPORTED_ARCHITECTURE in (config.get("architectures") or ()),
+        )
+
+
+def _as_list(value: Any) -> list[Any]:
+    """None, one value or several, as a list."""
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
@@ -234,7 +249,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"quant_method {method!r} is not supported; nextn reads block FP8, bf16 and fp32"
         )
-    if int(config.get("num_nextn_predict_layers") or 0) > 1:
+    if int(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0) > 1:
         raise CheckpointError("num_nextn_predict_layers is above 1; one NextN layer is supported")
 
 

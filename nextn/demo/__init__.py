@@ -1,4 +1,4 @@
-"""The embedded demo model: a small trained DeepSeek-V3-architecture checkpoint; see MODEL_CARD.md beside it."""
+"""The embedded demo model, a small trained DeepSeek-V3-architecture checkpoint; MODEL_CARD.md tells more."""
 
 from pathlib import Path
 

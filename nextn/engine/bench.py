@@ -88,6 +88,7 @@ class BatchRun:
         self.cycle_ms: list[float] = []
         params = SamplingParams(max_tokens=output_len, temperature=temperature, seed=0, ignore_eos=True)
         for index, prompt in enumerate(prompts):
+            engine.validate(list(prompt), params)
             engine.scheduler.add(Request(f"bench-{index}", list(prompt), params))
         self.entries: tuple[Running, ...] = ()
         self.prefill_ms = self._prefill()
@@ -244,10 +245,12 @@ def _device_name(device: torch.device) -> str:
 
 def _commit() -> str:
     """The commit of the checkout that this file stands in, else the package's version."""
-    here = Path(__file__).resolve().parent
+    root = Path(__file__).resolve().parents[2]
     try:
+        if not (root / ".git").exists():  # installed somewhere, perhaps inside another project's checkout
+            return f"v{__version__}"
         found = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, check=True
+            ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return f"v{__version__}"
@@ -262,16 +265,21 @@ def make_prompts(args: argparse.Namespace, engine: Engine, batch_size: int) -> l
         return [[draw.randrange(vocab) for _ in range(args.input_len)] for _ in range(batch_size)]
     if engine.tokenizer is None:
         raise ConfigError("--prompts needs a tokenizer, which --load-format dummy does not load")
-    lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
-    stream: list[int] = []
-    needed = batch_size * args.input_len
-    texts = [str(json.loads(line)["prompt"]) for line in lines if "prompt" in json.loads(line)]
-    if not texts:
-        raise ConfigError(f"{args.prompts} has no line with a 'prompt'")
-    while len(stream) < needed:
-        for text in texts:
-            stream += engine.tokenizer.encode(text, add_special_tokens=False)
+    once = engine.tokenizer.encode("\n".join(_read_texts(Path(args.prompts))), add_special_tokens=False)
+    stream = once * -(-batch_size * args.input_len // len(once))
     return [stream[i * args.input_len : (i + 1) * args.input_len] for i in range(batch_size)]
+
+
+def _read_texts(path: Path) -> list[str]:
+    """The 'prompt' of each line of a JSONL file that has one; at least one is not empty."""
+    try:
+        entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        texts = [str(entry["prompt"]) for entry in entries if "prompt" in entry]
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"--prompts {path} cannot be read: {error}") from None
+    if not any(texts):
+        raise ConfigError(f"--prompts {path} has no line with a 'prompt'")
+    return texts
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -83,6 +83,9 @@ class Engine:
         """Change the tree's shape from the next step on; raises `ConfigError` when it cannot run here."""
         if spec is not None and not self.worker.can_draft:
             raise ConfigError("this engine was built without a NextN layer; it can only decode plainly")
+        vocab = self.worker.models.cfg.vocab_size
+        if spec is not None and spec.topk > vocab:
+            raise ConfigError(f"--topk {spec.topk} is above the vocabulary of {vocab}; use {vocab} or less")
         if spec is not None and spec.draft_tokens > self._reserve:
             raise ConfigError(
                 f"a tree of {spec.draft_tokens} tokens is above the {self._reserve} that this engine "

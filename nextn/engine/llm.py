@@ -56,6 +56,13 @@ class LLM:
             self.engine.validate(completion.prompt_tokens, own)
         for index, (completion, own) in enumerate(zip(completions, each, strict=True)):
             self.engine.add(Request(str(index), completion.prompt_tokens, own))
+        try:
+            self._run(completions)
+        finally:
+            self.engine.close()  # after an error or an interrupt nothing may stay open
+        return completions
+
+    def _run(self, completions: list[Completion]) -> None:
         while self.engine.has_work():
             for output in self.engine.step():
                 completion = completions[int(output.request_id)]
@@ -63,7 +70,6 @@ class LLM:
                 completion.text += output.text
                 completion.acceptance = output.acceptance
                 completion.finish_reason = output.finish_reason or completion.finish_reason
-        return completions
 
     def chat(self, messages: list[dict[str, str]], params: SamplingParams | None = None) -> Completion:
         """Answer one conversation through the checkpoint's own chat template."""
@@ -93,9 +99,11 @@ def resolve_model(model: str | Path) -> Path:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many; a sequence of ints is one prompt."""
+    """One prompt or many; a sequence of ints is one prompt, an empty sequence none."""
     if isinstance(prompts, str):
         return [prompts]
-    if all(isinstance(item, int) for item in prompts):
-        return [[int(item) for item in prompts if isinstance(item, int)]]
-    return [item for item in prompts if not isinstance(item, int)]
+    numbers = [item for item in prompts if isinstance(item, int)]
+    many = [item for item in prompts if not isinstance(item, int)]
+    if numbers and many:
+        raise RequestError("prompts mixes token ids with whole prompts; give one prompt or a list of prompts")
+    return [numbers] if numbers else many

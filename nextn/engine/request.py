@@ -36,6 +36,12 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("max_tokens", "top_k", *(("seed",) if self.seed is not None else ())):
+            if not isinstance(getattr(self, name), int):
+                raise RequestError(f"{name} is {getattr(self, name)!r}; it must be a whole number", name)
+        for name in ("stop", "stop_token_ids"):
+            if not isinstance(getattr(self, name), tuple):
+                raise RequestError(f"{name} must be a tuple, even of one element", name)
         _in_range("max_tokens", self.max_tokens, 1, math.inf)
         _in_range("temperature", self.temperature, 0.0, 100.0)
         _in_range("top_p", self.top_p, 0.0, 1.0, above=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 from nextn.config import SpecConfig
 from nextn.engine.state import RING, RowState, StepBatch
 from nextn.kernels.ops import compact, gumbel_noise
+from nextn.kernels.ref.attention import accumulation_dtype
 from nextn.kernels.ref.sampling import (
     SamplingBatch,
     add_noise,
@@ -61,7 +62,7 @@ class Simulation:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPlan:
+class PrefillWork:
     """One prefill step as the host planned it; R requests, F of them end their prefill here.
 
     next_tokens: [T] token t_{i+1} of each position; undefined where `last` points, which is sampled here.
@@ -190,7 +191,7 @@ def _children(
 def verify(models: Models, state: RowState, batch: StepBatch, tree: DraftTree) -> tuple[Tensor, Tensor]:
     """Target forward over the D nodes: hidden [B, D, hidden] before model.norm, logits [B, D, V]."""
     n = state.n[batch.rows]
-    nodes = torch.arange(tree.tokens.shape[1], device=n.device)
+    nodes = torch.arange(tree.size, device=n.device)
     inputs = TreeInput(
         tokens=tree.tokens,
         positions=n.unsqueeze(1) + tree.depth,
@@ -270,7 +271,7 @@ def commit(
     _advance(state, batch, accepted)
 
 
-def catch_up(models: Models, state: RowState, batch: StepBatch, options: StepOptions) -> None:
+def catch_up(models: Models, state: RowState, batch: StepBatch) -> None:
     """Bring the NextN cache from draft_len to n out of the ring; a no-op where they agree."""
     assert models.nextn is not None
     rows = batch.rows
@@ -296,7 +297,7 @@ def catch_up(models: Models, state: RowState, batch: StepBatch, options: StepOpt
     state.draft_len[rows] = n
 
 
-def prefill_step(models: Models, state: RowState, plan: PrefillPlan, options: StepOptions) -> Tensor:
+def prefill_step(models: Models, state: RowState, plan: PrefillWork, options: StepOptions) -> Tensor:
     """Prefill chunks of R requests; returns the first token of the F that end here, [F] int64.
 
     The NextN cache is extended over the same tokens: at a chunk's edge it reads the real next prompt token,
@@ -335,7 +336,7 @@ def _noise(models: Models, sampling: SamplingBatch, first: Tensor, levels: int, 
 
     Level l of the draft and the tree's nodes of depth l-1 choose for the same position with the same noise.
     """
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = accumulation_dtype(dtype)
     return level_noise(sampling, first, levels, models.cfg.vocab_size, wide, gumbel_noise)
 
 

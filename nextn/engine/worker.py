@@ -20,7 +20,7 @@ from nextn.engine.scheduler import Chunk, Running
 from nextn.engine.state import RING, RowState, StepBatch
 from nextn.engine.step import (
     Mark,
-    PrefillPlan,
+    PrefillWork,
     Simulation,
     StepOptions,
     catch_up,
@@ -136,8 +136,9 @@ class Worker:
             accepted = spec_step(
                 self.models, self.state, batch, spec, self.options, simulation=simulation, mark=mark
             )
-        lengths = accepted.length.tolist()
-        tokens = [row[:length] for row, length in zip(accepted.tokens.tolist(), lengths, strict=True)]
+        # One copy to the host: the wait for it is the step's only one.
+        rows = torch.cat((accepted.length.unsqueeze(1), accepted.tokens), dim=1).tolist()
+        tokens = [row[1 : 1 + row[0]] for row in rows]
         return Emitted(tokens, spec.draft_tokens - 1 if spec else 0)
 
     def _keep_ring(self, entries: Sequence[Running], batch: StepBatch) -> None:
@@ -150,7 +151,7 @@ class Worker:
             self._lag[entry.row] += 1
 
     def _catch_up(self, entries: Sequence[Running], batch: StepBatch) -> None:
-        catch_up(self.models, self.state, batch, self.options)
+        catch_up(self.models, self.state, batch)
         for entry in entries:
             self._lag[entry.row] = 0
 
@@ -171,7 +172,7 @@ class Worker:
             any_penalty=any(p.needs_penalties for p in params),
         )
 
-    def _plan(self, chunks: Sequence[Chunk]) -> PrefillPlan:
+    def _plan(self, chunks: Sequence[Chunk]) -> PrefillWork:
         """Lay the chunks end to end."""
         device = self.state.device
         tokens: list[int] = []
@@ -194,7 +195,7 @@ class Worker:
         def whole(values: Sequence[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
-        return PrefillPlan(
+        return PrefillWork(
             inputs=PrefillInput(
                 tokens=whole(tokens),
                 positions=whole(positions),

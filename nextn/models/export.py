@@ -191,7 +191,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--input-dir", type=Path, required=True, help="checkpoint that has the layer")
     parser.add_argument("--output-dir", type=Path, required=True, help="directory to write; new or empty")
-    parser.add_argument("--dtype", choices=["keep"], default="keep", help="keep the stored dtypes (default)")
     parser.add_argument("--force", action="store_true", help="replace an earlier export")
     parser.add_argument("--verify", action="store_true", help="read the result back and compare every byte")
     return parser.parse_args(argv)

@@ -275,7 +275,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     headers = dict(error.headers) if error.headers else None
-    return error_response(ApiError(error.status_code, message, code="not_found", headers=headers))
+    code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    return error_response(ApiError(error.status_code, message, code=code, headers=headers))
 
 
 async def _on_client_gone(_: Request, __: Exception) -> Response:

@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--api-key",
-        default=os.environ.get("NEXTN_API_KEY") or None,
+        default=os.environ.get("NEXTN_API_KEY"),
         help="key that requests must carry as 'Authorization: Bearer KEY'; the environment variable "
         "NEXTN_API_KEY does the same without showing in process lists (default: none is asked for)",
     )
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not 0 <= args.port <= 65535:
             raise ConfigError(f"--port {args.port} must be 0 to 65535")
         if args.api_key == "":
-            raise ConfigError("--api-key is empty; give a key, or leave the flag out")
+            raise ConfigError("--api-key (or NEXTN_API_KEY) is empty; give a key, or leave it out")
         engine = _load(args.model, config)
     except NextnError as error:
         print(f"nextn-serve: {error}", file=sys.stderr)

@@ -313,11 +313,11 @@ def test_command_prints_a_summary_or_one_sentence(
 
 
 def test_command_offers_only_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
-    """A dtype that cannot be written yet is an unknown choice."""
+    """A conversion that cannot be written yet is an unknown flag."""
     with pytest.raises(SystemExit) as caught:
         main(["--input-dir", "a", "--output-dir", "b", "--dtype", "bf16"])
     assert caught.value.code == 2
-    assert "invalid choice: 'bf16'" in capsys.readouterr().err
+    assert "unrecognized arguments: --dtype bf16" in capsys.readouterr().err
 
 
 def test_written_directories_follow_the_umask(source: Path, tmp_path: Path) -> None:
