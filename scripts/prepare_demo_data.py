@@ -1,9 +1,9 @@
 """Turn the demo corpus into a tokenizer, packed token streams and held-out prompts.
 
-The corpus is a JSON-lines file (optionally .xz) of {"source", "text"}. Documents are held out by a hash of their
-text before anything is built from them, instruction dialogues are derived from the same documents, a byte-level BPE
-with DeepSeek's pre-tokenizer patterns and special-token strings is trained, and every stream is written as one
-uint16 array `<split>_<stream>.npy.xz` in which each document is BOS ... EOS.
+The corpus is a JSON-lines file (optionally .xz) of {"source", "text"}. Documents are held out by a hash of
+their text before anything is built from them, instruction dialogues are derived from the same documents, a
+byte-level BPE with DeepSeek's pre-tokenizer patterns and special-token strings is trained, and every stream
+is written as one uint16 array `<split>_<stream>.npy.xz` in which each document is BOS ... EOS.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ CHAT_TEMPLATE = (
     "{{ '<｜Assistant｜>' + message['content'] + '<｜end▁of▁sentence｜>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"
 )
-# DeepSeek-V3's pre-tokenizer patterns: digits in threes, CJK runs, words with one leading symbol, punctuation, space.
+# DeepSeek-V3's pre-tokenizer patterns: digits in threes, CJK runs, words, punctuation, space.
 SPLIT_PATTERNS = [
     r"\p{N}{1,3}",
-    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[一-龥぀-ゟ゠-ヿ]+",  # noqa: RUF001
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
 ]
 
 
 class Stream(NamedTuple):
-    """A named share of the training mix: which corpus sources it holds, and how often each document is repeated."""
+    """A named share of the training mix: its corpus sources, and how often each document is repeated."""
 
     weight: float
     sources: dict[str, int]
@@ -64,17 +64,21 @@ class Stream(NamedTuple):
 STREAMS: dict[str, Stream] = {
     "aws": Stream(0.15, {"doc_botocore": 1, "doc_awscli": 1}),
     "docs": Stream(0.15, {"doc_python": 1, "doc_django": 1, "doc_postgres": 1, "doc_apache2": 1}),
-    "rust_scipy": Stream(0.04, {"doc_scipy": 1, "doc_rust_std": 1, "doc_rust_book": 2, "doc_rust_reference": 1,
+    "rust_scipy": Stream(0.04, {"doc_scipy": 1, "doc_rust_std": 1, "doc_rust_book": 2, 
+                                "doc_rust_reference": 1,
                                 "doc_rust_rust-by-example": 1, "doc_rust_nomicon": 1}),
     "code": Stream(0.19, {"code_stdlib": 1, "code_misc": 1, "code_networkx": 1, "code_numpy": 1}),
     "code_ml": Stream(0.06, {"code_transformers": 1, "code_sympy": 1}),
-    "prose": Stream(0.13, {"pd_austen": 3, "pd_moby": 2, "pd_sotu": 1, "pd_mhcc": 1, "pd_web": 1, "pd_tdavid": 1}),
+    "prose": Stream(0.13, {"pd_austen": 3, "pd_moby": 2, "pd_sotu": 1, "pd_mhcc": 1, "pd_web": 1,
+                           "pd_tdavid": 1}),
     "factbook": Stream(0.04, {"pd_factbook": 1, "pd_factbook_new": 1}),
     "lexicon": Stream(0.02, {"lex_wordnet": 1}),
     "chat": Stream(0.02, {"chat_chitchat": 1}),
     "instruct": Stream(0.20, {}),
 }  # fmt: skip
 HELD_OUT_ONE_IN = 64
+NAMES = "Anna Ben Carla David Emma Frank Grace Henry Ida Jack Kate Leo Maria Noah Olga Paul".split()  # noqa: SIM905
+THINGS = "apples books coins cards stamps pencils shells tickets cookies stones".split()  # noqa: SIM905
 
 
 class Dialogue(NamedTuple):
@@ -102,7 +106,7 @@ def read_documents(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def clean(source: str, text: str) -> str:
-    """Remove what would only teach boilerplate: licence headers, navigation lines, spaces before punctuation."""
+    """Remove boilerplate: licence headers, navigation lines, spaces before punctuation."""
     if source.startswith("code_"):
         lines = text.lstrip("\n").split("\n")
         head = next((i for i, line in enumerate(lines) if line and not line.startswith("#")), 0)
@@ -115,8 +119,8 @@ def clean(source: str, text: str) -> str:
     elif source == "doc_apache2":
         text = re.sub(r"Available Languages:.*\n+", "", text)
     elif source == "pd_web":
-        text = re.sub(r" ([,.;:?!’”])", r"\1", text)
-        text = re.sub(r"([“‘]) ", r"\1", text)
+        text = re.sub(r" ([,.;:?!’”])", r"\1", text)  # noqa: RUF001
+        text = re.sub(r"([“‘]) ", r"\1", text)  # noqa: RUF001
     return re.sub(r"\n{4,}", "\n\n\n", text).strip()
 
 
@@ -164,7 +168,9 @@ def parameter_questions(text: str, rng: random.Random) -> Iterator[Dialogue]:
     for block in re.split(r"\n\n+", text):
         match = re.match(r"(\w{6,40}): ([A-Z].{60,700})$", block, flags=re.DOTALL)
         if match and rng.random() < 0.35:
-            ask = rng.choice(["What is {} in the AWS API?", "Explain the AWS field {}.", "What does {} mean in AWS?"])
+            ask = rng.choice(
+                ["What is {} in the AWS API?", "Explain the AWS field {}.", "What does {} mean in AWS?"]
+            )
             yield Dialogue("aws", ask.format(match[1]), match[2].strip())
 
 
@@ -186,7 +192,9 @@ def function_questions(text: str, rng: random.Random) -> Iterator[Dialogue]:
             question = f"Write a Python function `{node.name}({args})`. {summary}"
             yield Dialogue("code", question, f"```python\n{source.strip()}\n```")
         else:
-            yield Dialogue("explain", f"What does this function do?\n```python\n{source.strip()}\n```", summary)
+            yield Dialogue(
+                "explain", f"What does this function do?\n```python\n{source.strip()}\n```", summary
+            )
 
 
 def definition_questions(text: str, rng: random.Random) -> Iterator[Dialogue]:
@@ -225,7 +233,9 @@ def reference_questions(text: str, rng: random.Random) -> Iterator[Dialogue]:
         body = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", body.split("\n.. ")[0]).strip()
         if 60 < len(body) < 1000 and not body.startswith(".."):
             name = match[2].split("(")[0].strip()
-            ask = rng.choice(["What does Python's `{}` do?", "Explain `{}` in Python.", "How do I use `{}` in Python?"])
+            ask = rng.choice(
+                ["What does Python's `{}` do?", "Explain `{}` in Python.", "How do I use `{}` in Python?"]
+            )
             yield Dialogue("python", ask.format(name), body)
 
 
@@ -241,13 +251,15 @@ def section_questions(text: str) -> Iterator[Dialogue]:
 
 def arithmetic(rng: random.Random) -> Dialogue:
     """A made-up word problem that is solved step by step."""
-    name = rng.choice("Anna Ben Carla David Emma Frank Grace Henry Ida Jack Kate Leo Maria Noah Olga Paul".split())
-    thing = rng.choice("apples books coins cards stamps pencils shells tickets cookies stones".split())
+    name = rng.choice(NAMES)
+    thing = rng.choice(THINGS)
     a, b, c = rng.randint(2, 60), rng.randint(2, 12), rng.randint(2, 40)
     form = rng.randrange(4)
     if form == 0:
-        q = f"{name} has {a} {thing} and buys {b} bags with {c} {thing} each. How many {thing} does {name} have now?"
-        s = f"The bags hold {b} * {c} = {b * c} {thing}. Together with the first {a} that is {a} + {b * c} = {a + b * c}."
+        q = f"{name} has {a} {thing} and buys {b} bags with {c} {thing} each. "
+        q += f"How many {thing} does {name} have now?"
+        s = f"The bags hold {b} * {c} = {b * c} {thing}. "
+        s += f"Together with the first {a} that is {a} + {b * c} = {a + b * c}."
         r = a + b * c
     elif form == 1:
         q = f"{name} had {a + c} {thing} and gave {c} of them to a friend. How many {thing} are left?"
@@ -257,7 +269,10 @@ def arithmetic(rng: random.Random) -> Dialogue:
         s, r = f"We divide the {thing} by the number of children: {b * c} / {b} = {c}.", c
     else:
         q = f"What is {a} + {b} * {c}?"
-        s, r = f"Multiplication comes first: {b} * {c} = {b * c}. Then {a} + {b * c} = {a + b * c}.", a + b * c
+        s, r = (
+            f"Multiplication comes first: {b} * {c} = {b * c}. Then {a} + {b * c} = {a + b * c}.",
+            a + b * c,
+        )
     return Dialogue("arithmetic", q, f"{s} The answer is {r}.")
 
 
@@ -297,7 +312,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in MARKERS])
     if tokenizer.get_vocab_size() != vocab_size:
-        raise SystemExit(f"the corpus is too small for a vocabulary of {vocab_size}: got {tokenizer.get_vocab_size()}")
+        raise SystemExit(
+            f"the corpus is too small for a vocabulary of {vocab_size}: got {tokenizer.get_vocab_size()}"
+        )
     return tokenizer
 
 
@@ -323,8 +340,8 @@ def write_stream(path: Path, texts: list[str], tokenizer_json: str, seed: int) -
     random.Random(seed).shuffle(texts)
     pieces: list[np.ndarray] = []
     for start in range(0, len(texts), 256):
-        for encoding in tokenizer.encode_batch(texts[start : start + 256], add_special_tokens=False):
-            pieces.append(np.array([0, *encoding.ids, 1], dtype=np.uint16))
+        encodings = tokenizer.encode_batch(texts[start : start + 256], add_special_tokens=False)
+        pieces.extend(np.array([0, *encoding.ids, 1], dtype=np.uint16) for encoding in encodings)
     tokens = np.concatenate(pieces)
     buffer = io.BytesIO()
     np.save(buffer, tokens)
@@ -369,16 +386,20 @@ def held_out_prompts(
             talks = [small_talk(text) for text in documents[name]]
             found = [{"domain": name, "messages": talk[:3]} for talk in talks if len(talk) > 4][:wanted]
         else:
-            texts = [document_prompt(name, text, rng) for text in rng.sample(documents[name], len(documents[name]))]
+            texts = [
+                document_prompt(name, text, rng) for text in rng.sample(documents[name], len(documents[name]))
+            ]
             found = [{"domain": name, "prompt": text} for text in texts if text][:wanted]
-        prompts += [{"id": f"{name}-{i:03d}", **entry} for i, entry in enumerate(found)]
+        prompts.extend({"id": f"{name}-{i:03d}", **entry} for i, entry in enumerate(found))
     return prompts
 
 
 # ---------------------------------------------------------------- main
 
 
-def collect(corpus: Path, rng: random.Random) -> tuple[dict[str, dict[str, list[str]]], dict[str, list[Dialogue]]]:
+def collect(
+    corpus: Path, rng: random.Random
+) -> tuple[dict[str, dict[str, list[str]]], dict[str, list[Dialogue]]]:
     """Sort documents and derived dialogues into {split: {stream: texts}} and {split: dialogues}."""
     stream_of = {source: (name, n) for name, s in STREAMS.items() for source, n in s.sources.items()}
     documents: dict[str, dict[str, list[str]]] = {"train": defaultdict(list), "val": defaultdict(list)}
@@ -397,24 +418,36 @@ def collect(corpus: Path, rng: random.Random) -> tuple[dict[str, dict[str, list[
 
 def main() -> None:
     """Command line: corpus in, data directory out."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, required=True, help="JSON lines of {source, text}, plain or .xz")
-    parser.add_argument("--output", type=Path, required=True, help="directory for the tokenizer and the token streams")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--corpus", type=Path, required=True, help="JSON lines of {source, text}, plain or .xz"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="directory for the tokenizer and the token streams"
+    )
     parser.add_argument("--prompts", type=Path, help="also write held-out prompts to this JSON-lines file")
     parser.add_argument("--prompt-count", type=int, default=200, help="about how many prompts (default 200)")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="entries of the tokenizer (default 4096)")
+    parser.add_argument(
+        "--vocab-size", type=int, default=4096, help="entries of the tokenizer (default 4096)"
+    )
     parser.add_argument("--seed", type=int, default=1, help="seed of every random choice (default 1)")
     args = parser.parse_args()
     rng = random.Random(args.seed)
     args.output.mkdir(parents=True, exist_ok=True)
 
     documents, dialogues = collect(args.corpus, rng)
-    kinds = {kind: sum(d.kind == kind for d in dialogues["train"]) for kind in {d.kind for d in dialogues["train"]}}
+    kinds = {
+        kind: sum(d.kind == kind for d in dialogues["train"]) for kind in {d.kind for d in dialogues["train"]}
+    }
     print("dialogues for training:", kinds, flush=True)
     if args.prompts:
         prompts = held_out_prompts(documents["val"], dialogues["val"], args.prompt_count, rng)
         args.prompts.parent.mkdir(parents=True, exist_ok=True)
-        args.prompts.write_text("".join(json.dumps(p, ensure_ascii=False) + "\n" for p in prompts), encoding="utf-8")
+        args.prompts.write_text(
+            "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in prompts), encoding="utf-8"
+        )
     for split, streams in documents.items():
         streams["instruct"] = [f"{USER}{d.question}{ASSISTANT}{d.answer}" for d in dialogues[split]]
         streams["chat"] = [render(small_talk(text)) for text in streams["chat"]]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -22,15 +21,10 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def trainer() -> ModuleType:
-    """scripts/train_demo.py as a module."""
-    path = Path(__file__).parents[1] / "scripts" / "train_demo.py"
-    spec = importlib.util.spec_from_file_location("train_demo", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_demo"] = module
-    spec.loader.exec_module(module)
-    return module
+    """scripts/demo_model.py as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[1] / "scripts")
+        return importlib.import_module("demo_model")
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +87,7 @@ def test_the_target_computes_what_transformers_computes(
 def test_the_nextn_layer_computes_what_transformers_computes(
     trainer: ModuleType, model: torch.nn.Module, oracle: torch.nn.Module
 ) -> None:
-    """The training pass and each recycled draft step agree with transformers' MTP layer on the extended sequence."""
+    """The training pass and each recycled draft step agree with transformers' MTP layer."""
     modeling = pytest.importorskip("transformers.modeling_layers")
     mtp = modeling.MtpModel.from_pretrained(oracle).eval()
     seen: list[torch.Tensor] = []
@@ -141,7 +135,7 @@ def test_cached_generation_follows_the_full_pass(trainer: ModuleType, model: tor
 
 
 def test_export_has_the_official_names_dtypes_and_scales(exported: Path) -> None:
-    """FP8 weights have one float32 scale a 128x128 block; norms, router, embeddings and eh_proj are bfloat16."""
+    """FP8 weights have a float32 scale a 128x128 block; norms, router, embeddings, eh_proj are bfloat16."""
     tensors = load_file(exported / "model.safetensors")
     for name, tensor in tensors.items():
         if f"{name}_scale_inv" in tensors:
@@ -183,3 +177,35 @@ def test_an_exported_checkpoint_is_read_back_as_it_was_written(trainer: ModuleTy
             torch.testing.assert_close(right[name], tensor, rtol=1e-6, atol=0)
         else:
             assert torch.equal(right[name].float(), tensor.float()), name
+
+
+def test_only_what_would_repeat_generated_text_is_struck_out(trainer: ModuleType) -> None:
+    """A token is forbidden exactly where it completes an n-gram that was generated before."""
+    loop = torch.tensor([[0, *([5, 6, 7, 8] * 5)], list(range(21))])
+    given, n = torch.tensor([3, 3]), 6
+    row, at, token = trainer.repeats(loop, given, n)
+    expected = {
+        (b, t, int(loop[b, s + 1]))
+        for b in range(2)
+        for t in range(n - 2, 21)
+        for s in range(n - 2, t)
+        if s + 1 >= given[b] and loop[b, s - n + 2 : s + 1].equal(loop[b, t - n + 2 : t + 1])
+    }
+    assert set(zip(row.tolist(), at.tolist(), token.tolist(), strict=True)) == expected
+    assert expected
+
+
+def test_generation_without_repeats_holds_no_ngram_twice(trainer: ModuleType, model: torch.nn.Module) -> None:
+    """With no_repeat = 3, no 3-gram of the written part comes twice; without it the same prompt loops."""
+    own = trainer.deployed(model, torch.float32)
+
+    def repeated(no_repeat: int) -> int:
+        ids = trainer.generate(
+            own, [[0, 5, 9]], 96, torch.zeros(1), torch.Generator().manual_seed(0), no_repeat
+        )
+        row = ids[0, 3:].tolist()
+        row = row[: row.index(1)] if 1 in row else row
+        grams = list(zip(row, row[1:], row[2:], strict=False))
+        return len(grams) - len(set(grams))
+
+    assert repeated(0) > repeated(3) == 0
