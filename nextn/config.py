@@ -20,6 +20,12 @@ MAX_TREE_NODES = 64
 EXPORTED_ARCHITECTURE = "DeepseekV3ForCausalLMNextN"
 """What config.json of an exported NextN layer calls it; SGLang knows it by this name too."""
 
+MAX_ROWS = 4096
+"""Requests that may run at once: each has a row of device memory, whether it is used or not."""
+
+MAX_CACHE_TOKENS = 2**36
+"""No machine's memory holds more; beyond it sizes would leave what torch can address."""
+
 DraftHidden = Literal["post-norm", "pre-norm"]
 
 
@@ -105,6 +111,47 @@ class ModelConfig:
     weight_block_size: tuple[int, int] = (128, 128)
     is_exported_draft: bool = False
 
+    def __post_init__(self) -> None:
+        sizes = (
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "kv_lora_rank",
+            "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size", "moe_layer_freq",
+            "n_group", "max_position_embeddings", "rms_norm_eps",
+        )  # fmt: skip
+        for name in sizes:
+            if not getattr(self, name) > 0:
+                raise CheckpointError(f"config.json: {name} is {getattr(self, name)}; it must be above 0")
+        if self.qk_rope_head_dim % 2:
+            raise CheckpointError(f"config.json: qk_rope_head_dim {self.qk_rope_head_dim} must be even")
+        if not self.rope.theta > 0 or not self.rope.factor > 0:
+            raise CheckpointError("config.json: rope_theta and the rope factor must be above 0")
+        if self.q_lora_rank is not None and self.q_lora_rank < 1:
+            raise CheckpointError(
+                f"config.json: q_lora_rank is {self.q_lora_rank}; it must be above 0 or null"
+            )
+        if self.n_routed_experts:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        """Refuse a router that cannot choose as it is told to."""
+        experts, groups = self.n_routed_experts, self.n_group
+        if not 1 <= self.num_experts_per_tok <= experts:
+            raise CheckpointError(
+                f"config.json: num_experts_per_tok {self.num_experts_per_tok} must be 1 to {experts}, "
+                "the number of routed experts"
+            )
+        if self.moe_intermediate_size < 1:
+            raise CheckpointError(f"config.json: moe_intermediate_size is {self.moe_intermediate_size}")
+        if experts % groups or not 1 <= self.topk_group <= groups:
+            raise CheckpointError(
+                f"config.json: {experts} experts in {groups} groups, of which {self.topk_group} are kept, "
+                "do not fit together"
+            )
+        if self.topk_method != "greedy" and self.num_experts_per_tok > self.topk_group * experts // groups:
+            raise CheckpointError(
+                f"config.json: {self.topk_group} groups of {experts // groups} experts hold fewer than "
+                f"num_experts_per_tok {self.num_experts_per_tok}"
+            )
+
     @property
     def qk_head_dim(self) -> int:
         """Width of one query head: the part without and the part with position."""
@@ -150,7 +197,7 @@ class ModelConfig:
             raise CheckpointError(
                 f"{file} does not exist; MODEL must be a checkpoint directory or 'demo'"
             ) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from None
         if not isinstance(config, dict):
             raise CheckpointError(f"{file} must hold a JSON object")
@@ -351,11 +398,17 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _at_least("--max-running-requests", self.max_running_requests, 1)
+        if self.max_running_requests > MAX_ROWS:
+            raise ConfigError(
+                f"--max-running-requests {self.max_running_requests} must be at most {MAX_ROWS}"
+            )
         _at_least("--max-waiting-requests", self.max_waiting_requests, 1)
         _at_least("--page-size", self.page_size, 1)
         _at_least("--chunked-prefill-size", self.chunked_prefill_size, 1)
         if self.num_pages is not None:
             _at_least("--num-pages", self.num_pages, 1)
+        if (self.num_pages or 1) * self.page_size > MAX_CACHE_TOKENS:
+            raise ConfigError(f"--num-pages x --page-size must be at most {MAX_CACHE_TOKENS} tokens")
         if self.max_model_len is not None:
             _at_least("--max-model-len", self.max_model_len, 2)
         if not 0.0 < self.mem_fraction <= 1.0:

@@ -51,6 +51,18 @@ def test_both_spellings_of_the_rotary_settings_mean_the_same() -> None:
         ({"text_config": {}}, "text_config"),
         ({"index_topk": 64}, "sparse attention"),
         ({"quantization_config": {"quant_method": "awq"}}, "'awq' is not supported"),
+        ({"hidden_size": -1}, "hidden_size is -1"),
+        ({"moe_layer_freq": 0}, "moe_layer_freq is 0"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"qk_rope_head_dim": 3}, "must be even"),
+        ({"q_lora_rank": 0}, "q_lora_rank"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok 0 must be 1 to 8"),
+        ({"num_experts_per_tok": 1000}, "must be 1 to 8"),
+        ({"topk_group": 100}, "do not fit together"),
+        ({"n_group": 7}, "do not fit together"),
+        ({"topk_group": 1, "num_experts_per_tok": 4}, "fewer than"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size"),
     ],
 )
 def test_an_unfit_config_json_is_refused_with_its_reason(change: dict[str, Any], text: str) -> None:
@@ -74,7 +86,7 @@ def test_an_absent_end_token_is_no_token() -> None:
     assert ModelConfig.from_dict({**TINY, "eos_token_id": [1, 7]}).eos_token_ids == (1, 7)
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", "\udcff"])
+@pytest.mark.parametrize("content", [None, "{", "[]", "\udcff", "[" * 100_000])
 def test_a_directory_without_a_readable_config_json_is_refused(content: str | None, tmp_path: Path) -> None:
     """Absent, half-written, not an object, not UTF-8."""
     if content is not None:
@@ -115,6 +127,9 @@ def test_every_shape_that_fits_is_taken(shape: str) -> None:
     "change",
     [
         {"max_running_requests": 0},
+        {"max_running_requests": 10**21},
+        {"num_pages": 10**21},
+        {"num_pages": 2**30, "page_size": 2**20},
         {"page_size": 0},
         {"chunked_prefill_size": 0},
         {"num_pages": 0},

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nextn.config import EngineConfig, ModelConfig, SpecConfig
@@ -18,6 +18,7 @@ from nextn.engine.scheduler import PrefillBatch, Running, Scheduler
 from nextn.engine.stats import Stats
 from nextn.engine.worker import Worker
 from nextn.errors import ConfigError, RequestError
+from nextn.kernels.ref.sampling import NO_TOKEN
 from nextn.text import Detokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -197,10 +198,11 @@ class Engine:
         outputs = []
         for entry, tokens in zip(entries, emitted.tokens, strict=True):
             entry.length += len(tokens)
-            if self._spec is not None:
-                self.counters.acceptance.record(len(tokens), emitted.drafted)
-                entry.request.acceptance.record(len(tokens), emitted.drafted)
-            outputs.append(self._deliver(entry, tokens))
+            output = self._deliver(entry, tokens)
+            if self._spec is not None and output.token_ids:
+                self.counters.acceptance.record(len(output.token_ids), emitted.drafted)
+                entry.request.acceptance.record(len(output.token_ids), emitted.drafted)
+            outputs.append(output)
         return outputs
 
     def _deliver(self, entry: Running, tokens: list[int]) -> Output:
@@ -209,6 +211,8 @@ class Engine:
         stream = self._streams[request.request_id]
         text = ""
         for count, token in enumerate(tokens, start=1):
+            if token == NO_TOKEN:
+                return self._fail(entry, text, tuple(tokens[: count - 1]))
             request.output_tokens.append(token)
             piece, reason, stop_reason = self._take(stream, token)
             text += piece
@@ -220,6 +224,15 @@ class Engine:
                 return _output(stream, text, tuple(tokens[:count]), reason, stop_reason)
         self.counters.generated_tokens += len(tokens)
         return _output(stream, text, tuple(tokens), None, None)
+
+    def _fail(self, entry: Running, text: str, tokens: tuple[int, ...]) -> Output:
+        """End a request for which the model computed no finite logit."""
+        stream = self._streams.pop(entry.request.request_id)
+        self.scheduler.finish(entry)
+        self.counters.generated_tokens += len(tokens)
+        logger.error("request %s: the model computed no finite logit", entry.request.request_id)
+        error = "the model computed no finite logit; its weights or its arithmetic are damaged"
+        return replace(_output(stream, text, tokens, "error", None), error=error)
 
     def _take(self, stream: _Stream, token: int) -> tuple[str, FinishReason | None, str | int | None]:
         """Text of one token, and why the request ends with it, if it does."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nextn.config import EngineConfig, ModelConfig
+from nextn.config import MAX_TREE_NODES, EngineConfig, ModelConfig
+from nextn.engine.state import RING
 from nextn.errors import CapacityError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -79,4 +80,10 @@ def _budget(cfg: ModelConfig, config: EngineConfig, device: torch.device, dtype:
         )
         + 3 * 4 * cfg.vocab_size * config.max_running_requests * config.largest_tree
     )
-    return int(total * config.mem_fraction) - taken - activations
+    return int(total * config.mem_fraction) - taken - activations - _row_bytes(cfg, config, dtype)
+
+
+def _row_bytes(cfg: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
+    """Bytes of the rows: ring, NextN state and draft tail, and the penalties' counts and marks."""
+    vectors = (RING + 1) * cfg.hidden_size + MAX_TREE_NODES * cfg.latent_dim
+    return (config.max_running_requests + 1) * (vectors * dtype.itemsize + 5 * cfg.vocab_size)

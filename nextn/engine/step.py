@@ -1,7 +1,8 @@
 """The engine's steps: `prefill_step`, `plain_step` and `spec_step` (draft, verify, accept, commit).
 
 `draft`, `verify` and `accept` write step buffers and scratch slots only; `commit` alone changes rows, pages
-and caches, so nothing is ever undone. Inside a decode step nothing is read back to the host.
+and caches, so nothing is ever undone. Inside a decode step nothing is read back to the host. A row whose
+model computes no finite logit emits NO_TOKEN, on which the engine ends it; a row stores real tokens only.
 
 Legend: B rows, D tree nodes, k beam width, S levels, W = min(S, D-1)+1 tokens a cycle at most, V vocabulary.
 """
@@ -256,7 +257,7 @@ def commit(
 
     path = accepted.path.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
     inputs = TreeInput(
-        tokens=accepted.tokens,
+        tokens=accepted.tokens.clamp(min=0),
         positions=positions,
         mask=_chain_mask(steps).expand_as(positions),
         valid=valid,
@@ -313,7 +314,7 @@ def prefill_step(models: Models, state: RowState, plan: PrefillWork, options: St
     tokens = pick(logp + _noise(models, sampling, first, 1, state.cache.dtype)).squeeze(1)
 
     if models.nextn is not None:
-        next_tokens = plan.next_tokens.index_copy(0, plan.last, tokens)
+        next_tokens = plan.next_tokens.index_copy(0, plan.last, tokens.clamp(min=0))
         inputs = PrefillInput(
             tokens=next_tokens,
             positions=plan.inputs.positions,
@@ -326,7 +327,7 @@ def prefill_step(models: Models, state: RowState, plan: PrefillWork, options: St
         state.draft_state[plan.rows] = output[plan.ends]
         state.draft_len[plan.rows] = plan.lengths
     state.n[plan.rows] = plan.lengths
-    state.root[plan.last_rows.rows] = tokens
+    state.root[plan.last_rows.rows] = tokens.clamp(min=0)
     _count(state, plan.last_rows, tokens.unsqueeze(1), torch.ones_like(tokens, dtype=torch.bool).unsqueeze(1))
     return tokens
 
@@ -358,13 +359,14 @@ def _remember(
         return
     index = state.n[batch.rows] % RING
     state.ring_hidden[batch.rows, index] = _draft_hidden(models, hidden[:, 0], options)
-    state.ring_token[batch.rows, index] = accepted.tokens[:, 0]
+    state.ring_token[batch.rows, index] = accepted.tokens[:, 0].clamp(min=0)
 
 
 def _advance(state: RowState, batch: StepBatch, accepted: Accepted) -> None:
     """Move the rows over the emitted tokens; the last one is the new root."""
     rows = batch.rows
-    state.root[rows] = accepted.tokens.gather(1, (accepted.length - 1).unsqueeze(1)).squeeze(1)
+    last = accepted.tokens.gather(1, (accepted.length - 1).unsqueeze(1)).squeeze(1)
+    state.root[rows] = last.clamp(min=0)
     state.n[rows] += accepted.length * batch.live
     _count(state, batch, accepted.tokens, accepted.valid)
 
@@ -372,7 +374,7 @@ def _advance(state: RowState, batch: StepBatch, accepted: Accepted) -> None:
 def _count(state: RowState, batch: StepBatch, tokens: Tensor, valid: Tensor) -> None:
     """Add emitted tokens [B, W] to the rows' penalty counts."""
     if batch.any_penalty:
-        where = (batch.rows.unsqueeze(1).expand_as(tokens), tokens)
+        where = (batch.rows.unsqueeze(1).expand_as(tokens), tokens.clamp(min=0))
         state.sampling.counts.index_put_(where, valid.to(torch.int32), accumulate=True)
 
 

@@ -29,7 +29,7 @@ from nextn.engine.step import (
     prefill_step,
     spec_step,
 )
-from nextn.errors import ConfigError
+from nextn.errors import CapacityError, ConfigError
 from nextn.models.inputs import PrefillInput
 from nextn.models.weights import Models, build_models
 
@@ -73,15 +73,21 @@ class Worker:
         slack = config.largest_tree + RING
         models = build_models(model_dir, cfg, config, device, dtype, asked + slack)
         memory = plan_memory(cfg, config, device, dtype, asked)
-        state = RowState(
-            cfg,
-            max_rows=config.max_running_requests,
-            max_len=memory.max_model_len + config.largest_tree,
-            num_pages=memory.num_pages,
-            page_size=config.page_size,
-            dtype=dtype,
-            device=device,
-        )
+        try:
+            state = RowState(
+                cfg,
+                max_rows=config.max_running_requests,
+                max_len=memory.max_model_len + config.largest_tree,
+                num_pages=memory.num_pages,
+                page_size=config.page_size,
+                dtype=dtype,
+                device=device,
+            )
+        except RuntimeError as error:  # torch has no narrower class for a CPU allocation that fails
+            raise CapacityError(
+                f"a cache of {memory.num_pages} pages of {config.page_size} tokens for "
+                f"{config.max_running_requests} requests cannot be allocated on {device}: {error}"
+            ) from None
         options = StepOptions(coupled=config.coupled_drafting, post_norm=config.draft_hidden == "post-norm")
         return Worker(models, state, options, memory.max_model_len)
 

@@ -18,6 +18,7 @@ from nextn.config import EngineConfig, SpecConfig
 from nextn.engine import memory
 from nextn.engine.engine import Engine
 from nextn.engine.scheduler import Running
+from nextn.engine.state import StepBatch
 from nextn.engine.step import draft
 from nextn.errors import ConfigError
 from nextn.kernels.ref.sampling import level_noise, process_logits
@@ -32,20 +33,34 @@ def _plain(prompt: list[int], **params: Any) -> list[int]:
     return run(tiny_engine(spec=None, max_running_requests=1), [request("p", prompt, **params)])["p"]
 
 
+def _batch(*entries: Running) -> StepBatch:
+    """A decode step over `entries`, all of which have the same parameters."""
+    params = entries[0].request.params
+    rows = torch.tensor([entry.row for entry in entries])
+    return StepBatch(
+        rows,
+        torch.ones_like(rows, dtype=torch.bool),
+        pages=20,
+        any_sampled=params.temperature > 0,
+        any_penalty=params.needs_penalties,
+    )
+
+
 def _chain_value(engine: Engine, entry: Running, path: list[int]) -> torch.Tensor:
-    """Log-probability of `path` after the row's tokens, by fresh NextN prefills over that path alone."""
-    models, worker = engine.worker.models, engine.worker
-    sampling = worker.state.sampling_batch(worker._batch([entry], SPEC))
+    """Value of `path` after the row's tokens, by fresh NextN prefills over that path alone."""
+    models, state = engine.worker.models, engine.worker.state
+    sampling = state.sampling_batch(_batch(entry))
+    noise = level_noise(sampling, state.n[entry.row : entry.row + 1] + 1, len(path), 40, torch.float64)
     assert models.nextn is not None
     tokens = entry.request.prompt_tokens + entry.request.output_tokens
     states = models.target.final_norm(models.target.prefill(*_fresh(engine, tokens[:-1])))
     total, pairs = torch.zeros((), dtype=torch.float64), tokens[1:]
     for depth, token in enumerate(path):
-        state = models.nextn.final_norm(models.nextn.prefill(*_fresh(engine, pairs, states))[-1])
+        last = models.nextn.final_norm(models.nextn.prefill(*_fresh(engine, pairs, states))[-1])
         above = torch.tensor(path[:depth], dtype=torch.int64).view(1, 1, depth)
-        logp = process_logits(models.target.logits(state).view(1, 1, -1), sampling, above, above >= 0)
-        total = total + logp[0, 0, token]
-        states, pairs = torch.cat((states, state.unsqueeze(0))), [*pairs, token]
+        logp = process_logits(models.target.logits(last).view(1, 1, -1), sampling, above, above >= 0)
+        total = total + (logp + noise[:, depth]).log_softmax(-1)[0, 0, token]
+        states, pairs = torch.cat((states, last.unsqueeze(0))), [*pairs, token]
     return total
 
 
@@ -59,22 +74,24 @@ def _fresh(engine: Engine, tokens: list[int], states: torch.Tensor | None = None
     return (inputs, cache) if states is None else (inputs, states, cache)
 
 
-@pytest.mark.parametrize("frequency", [0.0, -1.5])
+@pytest.mark.parametrize(("temperature", "frequency"), [(0.0, 0.0), (0.0, -1.5), (0.8, 0.0)])
 @pytest.mark.parametrize("shape", ["3/3/12", "4/2/10", "5/4/24", "4/1/5"])
-def test_each_tree_node_s_value_is_that_of_its_own_path(shape: str, frequency: float) -> None:
+def test_each_tree_node_s_value_is_that_of_its_own_path(
+    shape: str, temperature: float, frequency: float
+) -> None:
     """A draft node continues its parent's state and sees its ancestors, not its column's (sglang#8409).
 
-    Penalties count the path too.
+    Penalties count the path too, and each level has the noise of its own position.
     """
     spec = SpecConfig.parse(shape)
     engine = tiny_engine(spec=spec, page_size=4)
     for row, length in enumerate((5, 12)):
-        params = {"max_tokens": 60, "temperature": 0.0, "frequency_penalty": frequency}
-        engine.add(request(str(row), prompt_of(length, row), **params))
+        params = {"max_tokens": 60, "temperature": temperature, "frequency_penalty": frequency}
+        engine.add(request(str(row), prompt_of(length, row), seed=row, **params))
     for _ in range(4):
         engine.step()
     worker, entries = engine.worker, engine.scheduler.running
-    batch = worker._batch(entries, spec)
+    batch = _batch(*entries)
     sampling = worker.state.sampling_batch(batch)
     noise = level_noise(sampling, worker.state.n[batch.rows] + 1, spec.num_steps, 40, torch.float64)
     with torch.inference_mode():
@@ -82,7 +99,8 @@ def test_each_tree_node_s_value_is_that_of_its_own_path(shape: str, frequency: f
         for row, entry in enumerate(entries):
             tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
             for node in range(1, len(tokens)):
-                path, at = [], node
+                path: list[int] = []
+                at = node
                 while at:
                     path.insert(0, tokens[at])
                     at = parents[at]
@@ -176,27 +194,6 @@ def test_a_checkpoint_without_nextn_layer_decodes_plainly_and_says_so(
     assert (len(completion.token_ids), completion.acceptance.cycles) == (6, 0)
 
 
-def test_an_interrupted_generate_leaves_nothing_behind() -> None:
-    """After Ctrl-C in the middle the same LLM answers as before, and no page is held."""
-    llm = object.__new__(LLM)
-    llm.engine = tiny_engine(spec=SPEC)
-    params = SamplingParams(max_tokens=20, temperature=0.0)
-    before = llm.generate([[5, 6, 7]], params)[0].token_ids
-    step, calls = llm.engine.step, iter(range(100))
-
-    def interrupted() -> Any:
-        if next(calls) == 3:
-            raise KeyboardInterrupt
-        return step()
-
-    llm.engine.step = interrupted  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate([[5, 6, 7], [8, 9]], params)
-    llm.engine.step = step  # type: ignore[method-assign]
-    assert llm.generate([[5, 6, 7]], params)[0].token_ids == before
-    assert llm.engine.pool.free == llm.engine.pool.num_pages
-
-
 def test_the_page_budget_counts_the_nextn_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache that is allocated, draft layer included, stays within its bytes (sglang#6875)."""
     cfg = tiny_models().cfg
@@ -207,6 +204,12 @@ def test_the_page_budget_counts_the_nextn_layer(monkeypatch: pytest.MonkeyPatch)
     assert plan.num_pages == 9
 
 
+def _steps(engine: Engine, prompt: list[int], params: dict[str, Any]) -> int:
+    """Outputs, so engine steps, that one request takes."""
+    engine.add(request("alone", prompt, **params))
+    return len(list(drain(engine)))
+
+
 def test_pressure_passes_and_decoding_is_as_before() -> None:
     """Preemption is bounded by the pressure: no request is preempted again and again (sglang#26248)."""
     tight = tiny_engine(spec=SPEC, page_size=4, num_pages=34, max_model_len=128, max_running_requests=6)
@@ -214,10 +217,7 @@ def test_pressure_passes_and_decoding_is_as_before() -> None:
     run(tight, requests)
     assert 0 < tight.scheduler.num_preemptions <= 2 * len(requests)
     spent = tight.scheduler.num_preemptions
-    again = request("later", prompt_of(9, 0), max_tokens=70, temperature=0.7, seed=0)
-    steps = tight.counters.steps
-    run(tight, [again])
+    params = {"max_tokens": 70, "temperature": 0.7, "seed": 0}
     fresh = tiny_engine(spec=SPEC)
-    run(fresh, [request("fresh", prompt_of(9, 0), max_tokens=70, temperature=0.7, seed=0)])
-    assert tight.counters.steps - steps == fresh.counters.steps
+    assert _steps(tight, prompt_of(9, 0), params) == _steps(fresh, prompt_of(9, 0), params)
     assert tight.scheduler.num_preemptions == spent

@@ -110,3 +110,12 @@ def test_wrong_flags_end_with_a_sentence(
     printed = capsys.readouterr()
     assert text in printed.err
     assert "{" not in printed.out
+
+
+def test_a_cache_that_cannot_be_allocated_is_refused_with_its_size(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More memory than any machine has: a sentence, not a traceback."""
+    args = [model, "--load-format", "dummy", "--device", "cpu", "--num-pages", str(2**30), "--input-len", "8"]
+    assert main([*args, "--output-len", "8"]) == 2
+    assert "cannot be allocated on cpu" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from nextn.kernels.ref import sampling
-from nextn.kernels.ref.sampling import SamplingBatch, gumbel_noise, perturb, pick, process_logits
+from nextn.kernels.ref.sampling import NO_TOKEN, SamplingBatch, gumbel_noise, perturb, pick, process_logits
 from tests.compare import assert_close
 from tests.strategies import Knobs, SamplingCase, sampling_batch, sampling_cases
 
@@ -244,13 +244,13 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [0.0, 1e-30, 1e-3, 1.0, 100.0])
 def test_strange_logits(temperature: float, dtype: torch.dtype) -> None:
-    """No logits and no temperature give NaN: NaN and -inf never win, +inf does, and nothing overflows."""
+    """No logits and no temperature give NaN: -inf never wins, +inf does, nothing finite is no token."""
     largest = torch.finfo(dtype).max
     for logits, best in (
         ([math.nan, 3.0, -math.inf], 1),
         ([1.0, math.inf, math.nan], 1),
         ([largest, -largest, 0.0], 0),
-        ([-math.inf, math.nan, -math.inf], 0),
+        ([-math.inf, math.nan, -math.inf], NO_TOKEN),  # nothing to choose from
     ):
         logp, batch = one_node(logits, Knobs(temperature=temperature, top_p=0.9, min_p=0.01), dtype)
         scores = perturb(logp[None, None], batch, torch.tensor([[7]]))

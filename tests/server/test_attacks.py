@@ -54,9 +54,12 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
     assert tokenizer is not None
     lengths: list[int] = []
     encode = tokenizer.encode
-    monkeypatch.setattr(
-        tokenizer, "encode", lambda text, *a, **k: lengths.append(len(text)) or encode(text, *a, **k)
-    )
+
+    def recorded(text: str, *args: Any, **kwargs: Any) -> list[int]:
+        lengths.append(len(text))
+        return encode(text, *args, **kwargs)
+
+    monkeypatch.setattr(tokenizer, "encode", recorded)
     with running_server(engine) as running:
         for content in ("ab1 " * 250_000, "😀" * 100_000):
             answer = _post(running, "completions", json.dumps({"prompt": content}).encode())

@@ -27,6 +27,9 @@ MULTIPLIERS = (0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 CPU_BLOCK = 32768  # words at a time: what one round writes stays in the cache (2 to 7 times as fast)
 
+NO_TOKEN = -1
+"""What `pick` returns for a node without any finite score, as NaN in the model leaves behind."""
+
 MakeNoise = Callable[[Tensor, Tensor, Tensor, int, torch.dtype], Tensor]
 
 
@@ -115,8 +118,12 @@ def add_noise(logp: Tensor, noise: Tensor, level: Tensor) -> Tensor:
 
 
 def pick(scores: Tensor) -> Tensor:
-    """The best token of each node: scores [B, M, V] without NaN -> [B, M] int64, ties to the lower id."""
-    return scores.argmax(-1)
+    """The best token of each node: scores [B, M, V] without NaN -> [B, M] int64, ties to the lower id.
+
+    `NO_TOKEN` where no score is finite: the model computed nothing to choose from.
+    """
+    best = scores.max(-1)
+    return torch.where(best.values > -math.inf, best.indices, NO_TOKEN)
 
 
 def child_values(scores: Tensor, logp: Tensor, batch: SamplingBatch, tau: float = 1.0) -> Tensor:
