@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,12 +60,34 @@ class Tokenizer:
         """Whether the checkpoint says how a chat becomes a prompt."""
         return bool(self._fast.chat_template)
 
+    @cached_property
+    def longest_token_bytes(self) -> int | None:
+        """Most bytes of text that one token can stand for; None where tokens may leave text out.
+
+        It comes from the whole vocabulary, which takes a moment when it is asked for the first time.
+        """
+        added = self._model.get_added_tokens_decoder()
+        vocabulary = self._model.get_vocab(with_added_tokens=True)
+        keeps_text = (
+            self._model.normalizer is None
+            and self._model.truncation is None
+            and _is_lossless_split(self._model.pre_tokenizer)
+            and self._to_byte.keys() <= vocabulary.keys()  # a byte without a token would be dropped
+            and not any(token.lstrip or token.rstrip for token in added.values())
+        )
+        if not keeps_text:
+            return None
+        lengths = [len(self._bytes_of(name)) for name, number in vocabulary.items() if number not in added]
+        return max(lengths + [len(token.content.encode()) for token in added.values()])
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound of len(encode(text)) that costs next to nothing; 0 where none can be given."""
+        longest = self.longest_token_bytes
+        return 0 if longest is None else -(-len(_utf8(text)) // longest)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokens of `text`, after BOS if the checkpoint asks for it and the text does not begin with it."""
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise RequestError("the text holds a lone surrogate, which is not a character") from None
+        _utf8(text)
         # Unlike encode, this releases the interpreter's lock: a long text must not hold up the engine.
         tokens: list[int] = self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if add_special_tokens and self._adds_bos and tokens[:1] != [self.bos_token_id]:
@@ -89,21 +112,30 @@ class Tokenizer:
     def _spell(self, token: int) -> bytes:
         """Undo the byte-level alphabet; a token with characters outside it stands for itself."""
         name = self._model.id_to_token(token) if 0 <= token < 2**32 else None
-        if name is None:
-            return b""
+        return b"" if name is None else self._bytes_of(name)
+
+    def _bytes_of(self, name: str) -> bytes:
         if all(character in self._to_byte for character in name):
             return bytes(self._to_byte[character] for character in name)
         return name.encode()
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **chat_template_kwargs: Any) -> list[int]:
-        """Tokens of the prompt which the checkpoint's template makes of `messages` (role and content each).
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **chat_template_kwargs: Any) -> list[int]:
+        """Tokens of `chat_text`, which holds its BOS already; raise RequestError as it does."""
+        return self.encode(self.chat_text(messages, **chat_template_kwargs), add_special_tokens=False)
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], /, **chat_template_kwargs: Any) -> str:
+        """The prompt which the checkpoint's template makes of `messages` (role and content each).
 
         The prompt ends where the assistant's answer begins. The template writes BOS itself. Raise
         RequestError if there is no template, or if the template refuses the messages or the arguments.
         """
         if not self.has_chat_template:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
-        reserved = {*signature(self._fast.apply_chat_template).parameters, *self._fast.special_tokens_map}
+        reserved = {
+            *("self", "messages", "conversations"),  # the library's and the template's own
+            *signature(self._fast.apply_chat_template).parameters,
+            *self._fast.special_tokens_map,
+        }
         for name in chat_template_kwargs:
             if name in reserved:
                 raise RequestError(f"chat_template_kwargs may not set {name!r}", "chat_template_kwargs")
@@ -116,7 +148,7 @@ class Tokenizer:
             )
         except Exception as error:  # the template is the checkpoint's program and may raise anything
             raise RequestError(f"the model's chat template refused this chat: {error}", "messages") from error
-        return self.encode(str(text), add_special_tokens=False)
+        return str(text)
 
 
 class Detokenizer:
@@ -202,6 +234,24 @@ def _byte_of_character() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise RequestError("the text holds a lone surrogate, which is not a character") from None
+
+
+def _is_lossless_split(pre_tokenizer: Any) -> bool:
+    """Whether the pre-tokenizer of tokenizer.json spells bytes and passes all of them on."""
+    if pre_tokenizer is None:
+        return False
+    state = json.loads(pre_tokenizer.__getstate__())
+    steps = state.get("pretokenizers", [state])
+    kinds = {step["type"] for step in steps}
+    removes = any(step.get("behavior") == "Removed" for step in steps)
+    return "ByteLevel" in kinds and kinds <= {"ByteLevel", "Split", "Digits"} and not removes
 
 
 def _is_byte_level(decoder: Any) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from nextn.engine.flags import add_engine_flags
+import pytest
+
+from nextn.engine.flags import add_engine_flags, engine_config
+from nextn.errors import ConfigError
 from nextn.server.cli import build_parser
 
 ENGINE_FLAGS = {
@@ -49,3 +52,9 @@ def test_every_flag_has_a_help_text_with_its_default() -> None:
         assert action.help
         if not isinstance(action, argparse._HelpAction):
             assert "default" in action.help, action.option_strings
+
+
+@pytest.mark.parametrize("flags", [[""], ["--draft-model", ""]])
+def test_an_empty_name_is_not_the_working_directory(flags: list[str]) -> None:
+    with pytest.raises(ConfigError, match="is empty"):
+        engine_config(build_parser().parse_args(flags))

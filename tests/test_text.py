@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nextn.errors import CheckpointError, RequestError
 from nextn.text import Detokenizer, Tokenizer
-from tests.server.byte_bpe import ASSISTANT, BOS, EOS, USER, write_tokenizer
+from tests.server.byte_bpe import ASSISTANT, BOS, EOS, PAD, USER, write_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -83,6 +83,53 @@ def test_no_piece_holds_part_of_a_character(tokenizer: Tokenizer, text: str) -> 
         assert text.startswith(shown)
     assert shown == text
     assert detokenizer.flush() == ""
+
+
+@given(st.text() | st.lists(st.sampled_from(["Speculation", " ", EOS, USER, "é", "😀", "\n"])).map("".join))
+def test_no_text_has_fewer_tokens_than_the_bound(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_the_bound_is_met_by_the_longest_token(tokenizer: Tokenizer) -> None:
+    longest = max((BOS, EOS, PAD), key=lambda token: len(token.encode()))
+    assert tokenizer.longest_token_bytes == len(longest.encode())
+    assert tokenizer.fewest_tokens(longest * 9) == len(tokenizer.encode(longest * 9, False)) == 9
+    assert tokenizer.fewest_tokens("") == 0
+    assert tokenizer.fewest_tokens("a") == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "changed"),
+    [
+        ("normalizer", {"type": "Strip", "strip_left": True, "strip_right": True}),
+        ("truncation", {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}),
+        ("lstrip", True),
+        ("rstrip", True),
+        ("pre_tokenizer", {"type": "WhitespaceSplit"}),
+        ("behavior", "Removed"),
+        ("vocab", "Ġ"),
+    ],
+)
+def test_there_is_no_bound_where_tokens_may_leave_text_out(
+    tmp_path: Path, part: str, changed: object
+) -> None:
+    """Each of these changes makes some text of any length a few tokens."""
+    write_tokenizer(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    if part in ("lstrip", "rstrip"):
+        content["added_tokens"][1][part] = changed
+    elif part == "behavior":
+        split = {"type": "Split", "pattern": {"String": " "}, "behavior": changed, "invert": False}
+        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, content["pre_tokenizer"]]}
+    elif part == "vocab":
+        names = [name for name in content["model"]["vocab"] if changed not in name]
+        content["model"] |= {"vocab": {name: i for i, name in enumerate(names)}, "merges": []}
+    else:
+        content[part] = changed
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.longest_token_bytes is None
+    assert tokenizer.fewest_tokens(" " * 1000) == 0
 
 
 _SMALL = st.text(alphabet="ab", max_size=24) | st.text(alphabet="ab é", max_size=24)
@@ -173,7 +220,13 @@ def test_template_arguments_reach_the_template(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokens) == f"{USER}Hi{ASSISTANT}<think>"
 
 
-@pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "bos_token", "add_generation_prompt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("chat_template", "tokenize", "tools", "bos_token", "add_generation_prompt"),
+        *("self", "messages", "conversation", "conversations"),
+    ],
+)
 def test_template_arguments_may_not_replace_the_library_s_own(tokenizer: Tokenizer, name: str) -> None:
     with pytest.raises(RequestError, match=name) as caught:
         tokenizer.render_chat([{"role": "user", "content": "Hi"}], **{name: "x"})

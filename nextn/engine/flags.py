@@ -40,6 +40,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The configuration that the flags ask for; raises `ConfigError` on a combination that cannot work."""
+    _check_directories(args)
     return EngineConfig(
         device=args.device,
         dtype=args.dtype,
@@ -57,6 +58,14 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         load_format=args.load_format,
         seed=args.seed,
     )
+
+
+def _check_directories(args: argparse.Namespace) -> None:
+    """Refuse empty names, as an unset shell variable gives them: as paths they mean the working directory."""
+    if args.model == "":
+        raise ConfigError("MODEL is empty; give a checkpoint directory or 'demo', or leave it out")
+    if args.draft_model == "":
+        raise ConfigError("--draft-model is empty; give a directory, or leave it out")
 
 
 def _spec(args: argparse.Namespace) -> SpecConfig | None:

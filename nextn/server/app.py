@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nextn import __version__
 from nextn.engine.request import Request as EngineRequest
@@ -99,6 +99,7 @@ def create_app(
     )
     if api_key is not None:
         app.add_middleware(_KeyRequired, api_key=api_key)
+    app.add_middleware(_CutOff, bridge=bridge)
     return app
 
 
@@ -142,6 +143,19 @@ class _Endpoints:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "the content-type must be application/json", code="unsupported_media_type")
+        reading = asyncio.ensure_future(self._collect(request))
+        stopping = asyncio.ensure_future(self.bridge.until_stopping())
+        try:
+            await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                return reading.result()
+            raise _unavailable("the server is shutting down")  # the rest might never come
+        finally:
+            reading.cancel()
+            stopping.cancel()
+            await asyncio.gather(reading, stopping, return_exceptions=True)
+
+    async def _collect(self, request: Request) -> bytes:
         content = bytearray()
         async for piece in request.stream():
             content += piece
@@ -159,7 +173,7 @@ class _Endpoints:
             requests = [
                 self._request(
                     body,
-                    self._tokenizer().encode(prompt) if isinstance(prompt, str) else prompt,
+                    self._tokens(body, prompt) if isinstance(prompt, str) else prompt,
                     default=COMPLETION_MAX_TOKENS,
                 )
                 for prompt in body.prompt
@@ -174,11 +188,26 @@ class _Endpoints:
         reply = ChatReply(body.model or self.served_names[0], 1)
         messages = [{"role": message.role, "content": message.content} for message in body.messages]
         try:
-            tokens = self._tokenizer().render_chat(messages, **(body.chat_template_kwargs or {}))
+            text = self._tokenizer().chat_text(messages, **(body.chat_template_kwargs or {}))
+            tokens = self._tokens(body, text, add_special_tokens=False)  # the template wrote BOS
             requests = [self._request(body, tokens, default=None)]
         except RequestError as error:
             raise body.error(error) from None
         return _Prepared(body, reply, requests)
+
+    def _tokens(self, body: Body, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of a prompt; what cannot fit is refused unseen, since megabytes would cost many seconds."""
+        tokenizer, longest = self._tokenizer(), self.bridge.engine.max_model_len
+        fewest = tokenizer.fewest_tokens(text)
+        if fewest > longest:
+            raise ApiError(
+                400,
+                f"this model's maximum context length is {longest} tokens, but the prompt has at least "
+                f"{fewest}; shorten the prompt",
+                param=body.field_name("prompt"),
+                code="context_length_exceeded",
+            )
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _request(self, body: Body, tokens: list[int], *, default: int | None) -> EngineRequest:
         """One request for the engine; `default` tokens to generate, None meaning what fits."""
@@ -204,7 +233,7 @@ class _Endpoints:
         except Busy as error:
             raise ApiError(429, str(error), code="too_many_requests", headers={"Retry-After": "1"}) from None
         except Unavailable as error:
-            raise ApiError(503, str(error), code="unavailable", headers={"Retry-After": "5"}) from None
+            raise _unavailable(str(error)) from None
         except RequestError as error:
             raise prepared.body.error(error) from None
         if prepared.body.stream:
@@ -257,6 +286,37 @@ class _KeyRequired:
                 await error_response(error)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
+
+
+class _CutOff:
+    """ASGI middleware: a request that is cancelled because the server ends is no defect.
+
+    It gets 503 if nothing of its answer has been sent; without this the log would show a traceback for it.
+    """
+
+    def __init__(self, app: ASGIApp, bridge: Bridge) -> None:
+        self.app = app
+        self.bridge = bridge
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def noted(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        except asyncio.CancelledError:
+            if self.bridge.is_ready or scope["type"] != "http":
+                raise
+            if not started:
+                await error_response(_unavailable("the server is shutting down"))(scope, receive, send)
+
+
+def _unavailable(message: str) -> ApiError:
+    return ApiError(503, message, code="unavailable", headers={"Retry-After": "5"})
 
 
 def _described(body: type[Body]) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class Bridge:
         self._traffic: tuple[float, float] | None = None
         self._open: dict[str, Ticket] = {}
         self._adding: set[asyncio.Future[None]] = set()
-        self._closing = False
+        self._stopping = asyncio.Event()
         self._commands: deque[_Add | _Abort | _Stop] = deque()
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -158,12 +158,12 @@ class Bridge:
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken."""
-        return self._loop is not None and not self._closing and self.failure is None
+        return self._loop is not None and not self._stopping.is_set() and self.failure is None
 
     @property
     def is_stopping(self) -> bool:
         """Whether the server was told to end."""
-        return self._closing and self.failure is None
+        return self._stopping.is_set() and self.failure is None
 
     @property
     def num_open(self) -> int:
@@ -203,11 +203,15 @@ class Bridge:
         if ended:
             self._command(_Abort(ended))
 
+    async def until_stopping(self) -> None:
+        """Return when the server has been told to end."""
+        await self._stopping.wait()
+
     async def stop(self, grace: float = 0.0) -> None:
         """Take no more requests, give the open ones `grace` seconds, end the rest, and end the thread."""
-        if self._closing or self._loop is None:
+        if self._stopping.is_set() or self._loop is None:
             return
-        self._closing = True
+        self._stopping.set()
         deadline = time.monotonic() + grace
         while self._open and time.monotonic() < deadline:
             await asyncio.sleep(0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import signal
@@ -10,7 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -130,18 +131,74 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets=sockets)
 
 
+@contextmanager
+def bound(host: str, port: int) -> Iterator[list[socket.socket]]:
+    """Sockets bound to the addresses of `host`, closed at the end; raises ConfigError if there are none.
+
+    They do not listen, so that clients are refused and do not hang while the model loads. An address that
+    this machine lacks (::1 of localhost, say) is left out if there is another. Port 0 becomes a free one,
+    the same for all.
+    """
+    with ExitStack() as stack:
+        sockets: list[socket.socket] = []
+        lacking: OSError | None = None
+        try:
+            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, _, _, _, address in dict.fromkeys(infos):
+                chosen = sockets[0].getsockname()[1] if sockets else port
+                try:
+                    made = _bound(family, (address[0], chosen, *address[2:]))
+                except OSError as error:
+                    if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                        raise
+                    lacking = error
+                else:
+                    sockets.append(stack.enter_context(made))
+            if lacking is not None and not sockets:
+                raise lacking
+        except (OSError, UnicodeError) as error:
+            raise _cannot_listen(host, port, error) from None
+        yield sockets
+
+
+def _bound(family: int, address: tuple[str | int, ...]) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":  # take the port over from connections that have ended; elsewhere: from anybody
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind(address)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _cannot_listen(host: str, port: int, error: OSError | UnicodeError) -> ConfigError:
+    reason = error.strerror if isinstance(error, OSError) else "not a host name"
+    return ConfigError(f"cannot listen on --host {host} --port {port}: {reason}; choose another")
+
+
 def serve(
     engine: EngineLike,
     config: EngineConfig,
     served_names: Sequence[str],
     *,
-    host: str,
-    port: int,
+    sockets: list[socket.socket],
     api_key: str | None,
     log_level: str,
     ready: str,
 ) -> int:
-    """Serve `engine` until a signal (0) or until it fails (1). `ready` is printed with {url} filled in."""
+    """Serve `engine` on `sockets` until a signal (0) or until it fails (1); close the sockets.
+
+    `ready` is printed with {url} filled in. Raises ConfigError if another process took the port meanwhile.
+
+    Open requests are bounded by the bridge, connections only by the process's limit of open files: at it,
+    new ones wait. uvicorn's limit_concurrency is no help, as above it /health would be refused as well. A
+    connection on which no request has come stays open, and one that sends its body holds what has come
+    of it (at most `MAX_BODY_BYTES`); where strangers can connect, a proxy in front must bound both.
+    """
     bridge = Bridge(
         engine,
         max_open=config.max_running_requests + config.max_waiting_requests,
@@ -150,20 +207,24 @@ def serve(
     app = create_app(bridge, served_names, api_key=api_key)
     uvicorn_config = uvicorn.Config(
         app,
-        host=host,
-        port=port,
         log_config=None,
         log_level="warning" if log_level == "info" else log_level,
         access_log=log_level == "debug",
         server_header=False,
         timeout_graceful_shutdown=int(SHUTDOWN_GRACE_SECONDS),
     )
-    Server(uvicorn_config, bridge, ready).run()
+    for each in sockets:
+        try:
+            each.listen(uvicorn_config.backlog)
+        except OSError as error:  # of two servers that loaded at the same time, the later one
+            host, port = each.getsockname()[:2]
+            raise _cannot_listen(host, port, error) from None
+    Server(uvicorn_config, bridge, ready).run(sockets=sockets)
     return 0 if bridge.failure is None else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Console script; 2 on a wrong flag or an unusable model, 1 when the engine fails."""
+    """Console script; 2 on a wrong flag, an address in use or an unusable model, 1 when the engine fails."""
     parser = build_parser()
     args = parser.parse_args(argv)
     logging.basicConfig(
@@ -175,24 +236,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = engine_config(args)
         names = _served_names(args)
-        if not 0 <= args.port <= 65535:
-            raise ConfigError(f"--port {args.port} must be 0 to 65535")
-        if args.api_key == "":
-            raise ConfigError("--api-key (or NEXTN_API_KEY) is empty; give a key, or leave it out")
-        engine = _load(args.model, config)
+        _check_server_flags(args)
+        with bound(args.host, args.port) as sockets:  # before the load, which may take minutes
+            engine = _load(args.model, config)
+            return serve(
+                engine,
+                config,
+                names,
+                sockets=sockets,
+                api_key=args.api_key,
+                log_level=args.log_level,
+                ready=ready_line(names[0], engine, config),
+            )
     except NextnError as error:
         print(f"nextn-serve: {error}", file=sys.stderr)
         return 2
-    return serve(
-        engine,
-        config,
-        names,
-        host=args.host,
-        port=args.port,
-        api_key=args.api_key,
-        log_level=args.log_level,
-        ready=ready_line(names[0], engine, config),
-    )
+
+
+def _check_server_flags(args: argparse.Namespace) -> None:
+    if args.host == "":
+        raise ConfigError("--host is empty; give an address (0.0.0.0 is every one), or leave it out")
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"--port {args.port} must be 0 to 65535")
+    if args.api_key == "":
+        raise ConfigError("--api-key (or NEXTN_API_KEY) is empty; give a key, or leave it out")
 
 
 def _load(model: str, config: EngineConfig) -> Engine:

@@ -172,6 +172,11 @@ _MetadataValue = Annotated[str, StringConstraints(max_length=512)]
 _TemplateKey = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
 
+# Bounds on every integer: Python refuses to write one of more than 4300 digits, even in a message about it.
+_Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+_Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
 def _template_value(value: object) -> object:
     if isinstance(value, str) and len(value) > 1024:
         _invalid("a string may have at most 1024 characters")
@@ -184,17 +189,17 @@ class Body(_Strict):
     """What both endpoints take. `null` stands for a field's default everywhere."""
 
     model: str | None = None
-    max_tokens: int | None = None
+    max_tokens: _Count | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    seed: int | None = None
+    seed: _Int64 | None = None
     stop: Annotated[list[str] | None, BeforeValidator(_listed)] = None
-    stop_token_ids: Annotated[list[int], Field(max_length=256)] | None = None
+    stop_token_ids: Annotated[list[_Int64], Field(max_length=256)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -264,7 +269,7 @@ class ChatBody(Body):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: _Count | None = None
     chat_template_kwargs: (
         Annotated[dict[_TemplateKey, Annotated[Any, AfterValidator(_template_value)]], Field(max_length=16)]
         | None

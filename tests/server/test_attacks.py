@@ -33,7 +33,56 @@ def test_a_number_of_thousands_of_digits_is_refused(
 
 
 @pytest.mark.parametrize(
-    "name", ["self", "messages", "conversation", "tools", "tokenize", "chat_template", "kwargs", "bos_token"]
+    "field",
+    [
+        '"max_tokens": N',
+        '"top_k": N',
+        '"seed": N',
+        '"n": N',
+        '"best_of": N',
+        '"logprobs": N',
+        '"min_p": N',
+        '"repetition_penalty": N',
+        '"stop_token_ids": [N]',
+        '"logit_bias": {"5": N}',
+        '"metadata": {"k": N}',
+        '"prompt": [N]',
+        '"prompt": [[1], [N]]',
+        '"prompt": N',
+        '"an_unknown_field": N',
+    ],
+)
+@pytest.mark.parametrize("sign", ["", "-"])
+def test_no_number_of_thousands_of_digits_makes_the_server_fail(
+    shared: Running, field: str, sign: str
+) -> None:
+    """Wherever it stands it is refused, and the message does not repeat it."""
+    content = f'{{"prompt": "a", {field.replace("N", sign + "9" * 4300)}}}'
+    answer = _post(shared, "completions", content.encode())
+    assert answer.status_code == 400, answer.text
+    assert len(answer.text) < 1000
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_no_limit_of_thousands_of_digits_makes_a_chat_fail(shared: Running, name: str) -> None:
+    content = json.dumps(CHAT)[:-1] + f', "{name}": {"9" * 4300}}}'
+    answer = _post(shared, "chat/completions", content.encode())
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "self",
+        "messages",
+        "conversations",
+        "conversation",
+        "tools",
+        "tokenize",
+        "chat_template",
+        "kwargs",
+        "bos_token",
+    ],
 )
 def test_template_arguments_that_would_replace_the_server_s_own_are_refused(
     shared: Running, name: str
@@ -66,6 +115,23 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
             assert answer.status_code == 400
             assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert not lengths
+
+
+def test_a_chat_that_cannot_fit_is_refused_before_it_is_tokenised(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound is on the rendered text, so many small messages count as well."""
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    seen: list[str] = []
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **_: seen.append(text))
+    with running_server(engine) as running:
+        for messages in (CHAT["messages"] * 5000, [{"role": "user", "content": "a" * 100_000}]):
+            answer = _post(running, "chat/completions", json.dumps({"messages": messages}).encode())
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert not seen
 
 
 @pytest.mark.parametrize("opening", [b"[", b'{"a":', b'{"prompt":[', b'{"messages":[{"content":['])

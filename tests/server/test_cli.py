@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,22 +14,25 @@ from pathlib import Path
 import httpx
 import pytest
 
-from nextn.config import SpecConfig
+from nextn.config import EngineConfig, SpecConfig
 from nextn.engine.flags import engine_config
-from nextn.server.cli import TrafficLog, build_parser, main
+from nextn.errors import ConfigError
+from nextn.server.cli import TrafficLog, bound, build_parser, main, serve
+from tests.server.fake import FakeEngine
 
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import logging, sys
 from nextn.config import EngineConfig
-from nextn.server.cli import serve
+from nextn.server.cli import bound, serve
 from tests.server.fake import FakeEngine
 
 logging.basicConfig(level="INFO")
 engine = FakeEngine(None, lambda _: [40] * 20, fail_at=int(sys.argv[1]) or None)
-sys.exit(serve(engine, EngineConfig(), ["fake"], host="127.0.0.1", port=0, api_key=None, log_level="info",
-               ready="ready at {url}"))
+with bound("127.0.0.1", 0) as sockets:
+    sys.exit(serve(engine, EngineConfig(), ["fake"], sockets=sockets, api_key=None, log_level="info",
+                   ready="ready at {url}"))
 """
 
 
@@ -41,9 +47,14 @@ sys.exit(serve(engine, EngineConfig(), ["fake"], host="127.0.0.1", port=0, api_k
         (["--mem-fraction", "1.5"], "--mem-fraction"),
         (["--page-size", "0"], "--page-size"),
         (["--port", "99999"], "--port 99999"),
+        (["--host", ""], "--host is empty"),
+        (["--host", "a..b"], "--host a..b"),
+        (["--host", "192.0.2.1", "--port", "0"], "--host 192.0.2.1"),
         (["--api-key", ""], "--api-key"),
         (["--served-model-name", ""], "--served-model-name"),
-        (["/no/such/directory"], "/no/such/directory"),
+        (["/no/such/directory", "--port", "0"], "/no/such/directory"),
+        ([""], "MODEL is empty"),
+        (["--draft-model", ""], "--draft-model is empty"),
     ],
 )
 def test_a_wrong_combination_is_one_sentence_and_status_2(
@@ -54,6 +65,79 @@ def test_a_wrong_combination_is_one_sentence_and_status_2(
     assert words in written[-1]
     assert written[-1].startswith("nextn-serve: ")
     assert not any("Traceback" in line for line in written)
+
+
+def test_a_port_in_use_is_found_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr("nextn.server.cli._load", lambda model, _: loaded.append(model))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["--port", port]) == 2
+    written = capsys.readouterr().err.splitlines()
+    assert written[-1].startswith("nextn-serve: ")
+    assert f"--port {port}: {os.strerror(errno.EADDRINUSE)}" in written[-1]
+    assert loaded == []
+
+
+def test_a_port_lost_while_the_model_loads_is_a_sentence_too() -> None:
+    """Of two servers that start at the same time both get the address, and one may listen on it."""
+    with bound("127.0.0.1", 0) as sockets, socket.socket() as other:
+        port = sockets[0].getsockname()[1]
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        with pytest.raises(ConfigError, match=f"--port {port}"):
+            serve(
+                FakeEngine(None, lambda _: []),
+                EngineConfig(),
+                ["fake"],
+                sockets=sockets,
+                api_key=None,
+                log_level="info",
+                ready="{url}",
+            )
+
+
+def test_a_model_that_cannot_be_loaded_gives_the_address_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody was served on it meanwhile: clients are refused until the server is ready."""
+    free = socket.create_server(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+    free.close()
+
+    def fails(*_: object) -> None:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=20)
+        raise ConfigError("no")
+
+    monkeypatch.setattr("nextn.server.cli._load", fails)
+    assert main(["--port", str(port)]) == 2
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_a_host_without_address_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    with (
+        pytest.raises(ConfigError, match="--host nobody --port 0: Name or service not known"),
+        bound("nobody", 0),
+    ):
+        pass
+
+
+def test_all_addresses_of_a_host_have_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the machine lacks are left out."""
+    hosts = ("127.0.0.1", "192.0.2.1", "127.0.0.2")
+    infos = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in hosts]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: infos)
+    with bound("several", 0) as sockets:
+        names = [each.getsockname() for each in sockets]
+    assert [name[0] for name in names] == ["127.0.0.1", "127.0.0.2"]
+    assert names[0][1] == names[1][1] != 0
+    assert all(each.fileno() == -1 for each in sockets)
 
 
 @pytest.mark.parametrize(
@@ -137,3 +221,22 @@ def test_a_signal_ends_the_server_in_peace() -> None:
         _, written = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "Traceback" not in written
+
+
+def test_a_signal_while_a_client_sends_its_body_is_answered_and_not_logged() -> None:
+    """Half a body: nobody waits for the rest, and its end is no defect."""
+    process, url = _start(fail_at=0)
+    host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with process, socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(head + b"Content-Length: 300\r\nExpect: 100-continue\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 100 ")  # so the body is being read
+        connection.sendall(b'{"pro')
+        process.send_signal(signal.SIGTERM)
+        received = b""
+        while piece := connection.recv(65536):
+            received += piece
+        _, written = process.communicate(timeout=60)
+    assert received.startswith(b"HTTP/1.1 503 ")
+    assert process.returncode == 0
+    assert written == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
@@ -13,9 +14,12 @@ import httpx
 import openai
 import pytest
 
+from nextn.server.app import create_app
+from nextn.server.bridge import Bridge
 from tests.server.conftest import ANSWER
 from tests.server.fake import FakeEngine, Running, running_server, wait_until
 
+_REST = {"query_string": b"", "root_path": "", "http_version": "1.1"}  # what else an ASGI scope has
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
@@ -204,6 +208,34 @@ def test_a_short_answer_is_finished_before_the_server_ends(engine: FakeEngine) -
     assert b"200 OK" in received
     assert b'"finish_reason":"stop"' in received
     assert engine.aborted == []
+
+
+def test_a_request_that_is_cancelled_as_the_server_ends_is_unavailable(engine: FakeEngine) -> None:
+    """One whose text is still being tokenised, say; the application does not raise, so nothing is logged."""
+    entered, leave = threading.Event(), threading.Event()
+    engine.validate = lambda *_: entered.set() or leave.wait(20)  # type: ignore[method-assign,assignment]
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b'{"prompt": "a"}', "more_body": False}
+
+    async def cut_off() -> None:
+        bridge = Bridge(engine, max_open=1)
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+        bridge.start()
+        answering = asyncio.ensure_future(create_app(bridge, ["fake"])(scope | _REST, receive, send))
+        assert await asyncio.to_thread(entered.wait, 20)
+        await bridge.stop()
+        answering.cancel()
+        leave.set()
+        await answering
+
+    asyncio.run(cut_off())
+    assert sent[0]["status"] == 503
 
 
 def test_only_the_engine_thread_touches_the_engine(engine: FakeEngine) -> None:
