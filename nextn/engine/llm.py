@@ -93,7 +93,7 @@ def resolve_model(model: str | Path) -> Path:
 
         return demo.path()
     path = Path(model)
-    if not path.is_dir():
+    if not str(model) or not path.is_dir():
         raise ConfigError(f"MODEL {str(model)!r} is not a directory; give a checkpoint directory or 'demo'")
     return path
 
