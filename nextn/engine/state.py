@@ -191,7 +191,8 @@ class RowState:
     def sampling_batch(self, batch: StepBatch) -> SamplingBatch:
         """Gather the rows' sampling parameters; counts only when a penalty needs them."""
         rows = batch.rows
-        gathered = {f.name: getattr(self.sampling, f.name)[rows] for f in fields(SamplingRows)[:9]}
+        names = {f.name for f in fields(SamplingRows)} - {"counts", "prompt_seen"}
+        gathered = {name: getattr(self.sampling, name)[rows] for name in names}
         counted = rows if batch.any_penalty else rows[:0]
         return SamplingBatch(
             **gathered,

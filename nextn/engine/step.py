@@ -245,28 +245,15 @@ def commit(
     |                |                                    | the target's states and emitted tokens|
     | n+a+1 ..       | scratch                            | scratch                               |
     """
-    assert models.nextn is not None
-    rows, width = batch.rows, accepted.tokens.shape[1]
-    n = state.n[rows]
+    rows, n = batch.rows, state.n[batch.rows]
     valid = accepted.valid & batch.live.unsqueeze(1)
-    steps = torch.arange(width, device=n.device)
-    positions = n.unsqueeze(1) + steps
-    slots = state.slots(rows, positions)
-    source = state.slots(rows, n.unsqueeze(1) + accepted.path)
-    compact(state.cache[:-1], source, slots, valid)
+    steps = torch.arange(accepted.tokens.shape[1], device=n.device)
+    target = state.slots(rows, n.unsqueeze(1) + steps)
+    compact(state.cache[:-1], state.slots(rows, n.unsqueeze(1) + accepted.path), target, valid)
 
     path = accepted.path.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
-    inputs = TreeInput(
-        tokens=accepted.tokens.clamp(min=0),
-        positions=positions,
-        mask=_chain_mask(steps).expand_as(positions),
-        valid=valid,
-        slots=slots,
-        prefix_lens=n,
-        page_table=state.page_table[rows, : batch.pages],
-    )
     states = _draft_hidden(models, hidden.gather(1, path), options)
-    output = models.nextn.decode(inputs, states, state.cache)
+    output = _extend_draft(models, state, batch, n, accepted.tokens.clamp(min=0), states, valid)
     state.draft_state[rows] = _pick_node(output, accepted.length - 1)
     state.draft_len[rows] = n + accepted.length
     _advance(state, batch, accepted)
@@ -274,28 +261,48 @@ def commit(
 
 def catch_up(models: Models, state: RowState, batch: StepBatch) -> None:
     """Bring the NextN cache from draft_len to n out of the ring; a no-op where they agree."""
-    assert models.nextn is not None
     rows = batch.rows
     n, draft_len = state.n[rows], state.draft_len[rows]
-    steps = torch.arange(RING, device=n.device)
-    positions = draft_len.unsqueeze(1) + steps
+    positions = draft_len.unsqueeze(1) + torch.arange(RING, device=n.device)
+    valid = (positions < n.unsqueeze(1)) & batch.live.unsqueeze(1)
     index = positions % RING
-    inputs = TreeInput(
-        tokens=state.ring_token[rows].gather(1, index),
-        positions=positions,
-        mask=_chain_mask(steps).expand_as(positions),
-        valid=(positions < n.unsqueeze(1)) & batch.live.unsqueeze(1),
-        slots=state.slots(rows, positions),
-        prefix_lens=draft_len,
-        page_table=state.page_table[rows, : batch.pages],
-    )
+    tokens = state.ring_token[rows].gather(1, index)
     ring = state.ring_hidden[rows]
     states = ring.gather(1, index.unsqueeze(-1).expand_as(ring))
-    output = models.nextn.decode(inputs, states, state.cache)
+    output = _extend_draft(models, state, batch, draft_len, tokens, states, valid)
     behind = (n > draft_len).unsqueeze(1)
     fresh = _pick_node(output, (n - draft_len - 1).clamp(min=0))
     state.draft_state[rows] = torch.where(behind, fresh, state.draft_state[rows])
     state.draft_len[rows] = n
+
+
+def _extend_draft(
+    models: Models,
+    state: RowState,
+    batch: StepBatch,
+    start: Tensor,
+    tokens: Tensor,
+    states: Tensor,
+    valid: Tensor,
+) -> Tensor:
+    """NextN over a chain of pairs at positions start [B] on; writes the valid ones to its cache.
+
+    tokens [B, M] int64 are t_{i+1}, states [B, M, hidden] the target's h_i, valid [B, M]. Returns the layer's
+    output [B, M, hidden], before shared_head.norm.
+    """
+    assert models.nextn is not None
+    steps = torch.arange(tokens.shape[1], device=tokens.device)
+    positions = start.unsqueeze(1) + steps
+    inputs = TreeInput(
+        tokens=tokens,
+        positions=positions,
+        mask=_chain_mask(steps).expand_as(positions),
+        valid=valid,
+        slots=state.slots(batch.rows, positions),
+        prefix_lens=start,
+        page_table=state.page_table[batch.rows, : batch.pages],
+    )
+    return models.nextn.decode(inputs, states, state.cache)
 
 
 def prefill_step(models: Models, state: RowState, plan: PrefillWork, options: StepOptions) -> Tensor:
