@@ -18,7 +18,7 @@ from torch import Tensor
 from nextn.config import SpecConfig
 from nextn.engine.state import RING, RowState, StepBatch
 from nextn.kernels.ops import compact, gumbel_noise
-from nextn.kernels.ref.attention import accumulation_dtype
+from nextn.kernels.ref.dtypes import accumulation_dtype
 from nextn.kernels.ref.sampling import (
     SamplingBatch,
     add_noise,

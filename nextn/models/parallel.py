@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from nextn.errors import CheckpointError, ConfigError
 from nextn.kernels.comm import SINGLE, TensorParallel
+from nextn.kernels.ref.dtypes import accumulation_dtype
 from nextn.kernels.ref.gemm import FP8, Block, dequantize, linear, scale_shape
 from nextn.kernels.ref.norm import rms_norm
 from nextn.models.specs import Kind, TensorSpec
@@ -36,7 +37,7 @@ class Placement:
     @property
     def wide(self) -> torch.dtype:
         """Dtype of the router and of logits: float64 for float64, float32 otherwise."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        return accumulation_dtype(self.dtype)
 
     def unquantized(self) -> Placement:
         """The same for a layer that checkpoints store in bf16; FP8 that comes all the same is dequantised."""

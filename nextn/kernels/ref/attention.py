@@ -14,13 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nextn.kernels.ref.dtypes import accumulation_dtype
+
 QUERY_BLOCK = 512
 KEY_BLOCK = 1024
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, float32 for everything narrower."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, slots=True)

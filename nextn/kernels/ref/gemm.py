@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nextn.kernels.ref.dtypes import accumulation_dtype
+
 FP8 = torch.float8_e4m3fn
 Block = tuple[int, int]
 
@@ -22,7 +24,7 @@ def dequantize(weight: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) 
     checkpoint's name for them (`weight_scale_inv`).
     """
     rows, columns = weight.shape[-2:]
-    work = torch.float64 if dtype == torch.float64 else torch.float32
+    work = accumulation_dtype(dtype)
     wide = scale.to(work).repeat_interleave(block[0], -2)[..., :rows, :]
     wide = wide.repeat_interleave(block[1], -1)[..., :columns]
     return weight.to(work).mul_(wide).to(dtype)

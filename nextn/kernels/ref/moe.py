@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextn.kernels.ref.attention import accumulation_dtype
+from nextn.kernels.ref.dtypes import accumulation_dtype
 from nextn.kernels.ref.gemm import Block, dequantize, linear
 
 GATHERED_PAIRS = 64

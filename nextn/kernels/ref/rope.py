@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from nextn.kernels.ref.dtypes import accumulation_dtype
+
 
 def plain_frequencies(dim: int, theta: float) -> Tensor:
     """theta^(-2i/dim) for i in 0 .. dim/2 - 1.  # [dim/2] float64"""
@@ -46,7 +48,7 @@ def rope_table(
     float64 stays float64; any other compute dtype gets float32 tables.
     """
     angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * frequencies
-    table = torch.float64 if dtype == torch.float64 else torch.float32
+    table = accumulation_dtype(dtype)
     return (angles.cos() * multiplier).to(device, table), (angles.sin() * multiplier).to(device, table)
 
 
