@@ -32,6 +32,7 @@ from nextn.engine.request import Request, SamplingParams
 from nextn.engine.scheduler import DecodeBatch, PrefillBatch, Running
 from nextn.engine.stats import Acceptance
 from nextn.engine.step import Simulation
+from nextn.engine.worker import leave_a_core_free
 from nextn.errors import ConfigError, NextnError
 from nextn.models.moe import Gate
 
@@ -368,6 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_running_requests=max(args.batch_size),
             max_model_len=config.max_model_len or room,
         )
+        leave_a_core_free()
         engine = Engine.from_config(resolve_model(args.model), config)
         cases = []
         for size in args.batch_size:

@@ -6,6 +6,7 @@ The worker turns the scheduler's host-side batches into tensors and the steps' t
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -225,6 +226,16 @@ class Worker:
     def _slots(self, entry: Running, start: int, stop: int) -> list[int]:
         size = self.state.page_size
         return [entry.pages[position // size] * size + position % size for position in range(start, stop)]
+
+
+def leave_a_core_free() -> None:
+    """Give torch every CPU core but one, unless OMP_NUM_THREADS says otherwise; for programs, not libraries.
+
+    The event loop, or whatever else the machine does, then does not preempt a compute thread: all others
+    would wait for it at every op, which costs far more than the core (measured in docs/log.md).
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
 
 
 def choose_device(name: str) -> torch.device:

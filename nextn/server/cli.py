@@ -266,7 +266,9 @@ def _load(model: str, config: EngineConfig) -> Engine:
     """Build the engine; the imports stand here so that help and wrong flags need not wait for torch."""
     from nextn.engine.engine import Engine
     from nextn.engine.llm import resolve_model
+    from nextn.engine.worker import leave_a_core_free
 
+    leave_a_core_free()
     return Engine.from_config(resolve_model(model), config)
 
 

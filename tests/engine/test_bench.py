@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nextn.engine.bench import main, simulated_lengths
+from nextn.engine.worker import leave_a_core_free
 from tests.tiny import TINY
 
 FIELDS = {
@@ -119,3 +120,19 @@ def test_a_cache_that_cannot_be_allocated_is_refused_with_its_size(
     args = [model, "--load-format", "dummy", "--device", "cpu", "--num-pages", str(2**30), "--input-len", "8"]
     assert main([*args, "--output-len", "8"]) == 2
     assert "cannot be allocated on cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (16, 15)])
+def test_one_core_is_left_free_unless_the_environment_decides(
+    cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread count is chosen, not left to whatever torch finds."""
+    asked: list[int] = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr("torch.set_num_threads", asked.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    leave_a_core_free()
+    assert asked == []
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    leave_a_core_free()
+    assert asked == [threads]
