@@ -120,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         shapes = [SpecConfig.parse(text) for text in args.shapes.split(",")]
+        if not args.prompts.is_file():
+            raise ConfigError(f"--prompts {args.prompts} is not a file")
         llm = LLM(
             args.model,
             device=args.device,
@@ -137,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for shape in shapes:
             results[str(shape)] = measure(llm, prompts, shape, params)
             print(f"{shape}: {results[str(shape)]}", file=sys.stderr, flush=True)
-    except NextnError as error:
+    except (NextnError, json.JSONDecodeError, UnicodeDecodeError) as error:
         print(f"acceptance: {error}", file=sys.stderr)
         return 2
     print(json.dumps(results))

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nextn import LLM, SamplingParams
+from nextn.errors import NextnError
 from nextn.models.deepseek import Block, DeepseekModel
 from nextn.models.moe import MoE
 
@@ -104,7 +105,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", default="The history of the")
     parser.add_argument("--tokens", type=int, default=200)
     args = parser.parse_args(argv)
-    llm = LLM(args.model, device="cpu", dtype="float32", max_running_requests=1)
+    if args.tokens < 1:
+        parser.error("--tokens must be at least 1")
+    try:
+        llm = LLM(args.model, device="cpu", dtype="float32", max_running_requests=1)
+    except NextnError as error:
+        print(f"bare_loop: {error}", file=sys.stderr)
+        return 2
     prompt = llm.tokenizer.encode(args.prompt)
     drafted, spec_speed = run_engine(llm, prompt, args.tokens)
     llm.engine.set_spec(None)

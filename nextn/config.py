@@ -195,7 +195,7 @@ class ModelConfig:
             config = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise CheckpointError(
-                f"{file} does not exist; MODEL must be a checkpoint directory or 'demo'"
+                f"{file} does not exist; give a checkpoint directory (for MODEL also 'demo')"
             ) from None
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from None

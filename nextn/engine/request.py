@@ -18,6 +18,7 @@ MAX_STOP_LENGTH = 256
 class SamplingParams:
     """How the tokens of one request are chosen and when they end.
 
+    The defaults stand for themselves: a checkpoint's generation_config.json sets defaults in the server only.
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch the filters off. A seed of None is drawn by
     the engine. The order is penalties, temperature, min_p, top_k, top_p.
     """
