@@ -145,7 +145,8 @@ def draft(
     tail = state.tail[: batch.size, : max(k * (spec.num_steps - 1), 1)]
 
     output = state.draft_state[batch.rows].unsqueeze(1)  # [B, 1, hidden], before shared_head.norm
-    no_path = output.new_zeros(batch.size, 1, 0, dtype=torch.int64)
+    no_tokens = output.new_zeros(batch.size, 1, 0, dtype=torch.int64)
+    no_path = (no_tokens, no_tokens.bool())
     tokens, values = _children(models, output, sampling, no_path, noise[:, :1], k, options)
     growth = grow.start(tokens[:, 0], values[:, 0], spec)
     while growth.level < spec.num_steps:
@@ -162,8 +163,8 @@ def draft(
             page_table=page_table,
         )
         output = nextn.decode(inputs, recycled.gather(1, parents), state.cache)  # [B, k, hidden]
-        own_noise = noise[:, beam.level : beam.level + 1]
-        growth.extend(*_children(models, output, sampling, beam.path_tokens, own_noise, k, options))
+        path, own_noise = (beam.path_tokens, beam.path_valid), noise[:, beam.level : beam.level + 1]
+        growth.extend(*_children(models, output, sampling, path, own_noise, k, options))
     return growth.rerank(state.root[batch.rows])
 
 
@@ -171,18 +172,18 @@ def _children(
     models: Models,
     output: Tensor,
     sampling: SamplingBatch,
-    path_tokens: Tensor,
+    path: tuple[Tensor, Tensor],
     noise: Tensor,
     k: int,
     options: StepOptions,
 ) -> tuple[Tensor, Tensor]:
     """The k best next tokens of each draft node and their values, both [B, M, k].
 
-    output: [B, M, hidden]; path_tokens: [B, M, L]; noise: [B, 1, V] of the position to choose for.
+    output: [B, M, hidden]; path: tokens and validity, [B, M, L]; noise: [B, 1, V] of the position chosen for.
     """
     assert models.nextn is not None
     logits = models.target.logits(models.nextn.final_norm(output))
-    logp = process_logits(logits, sampling, path_tokens, torch.ones_like(path_tokens, dtype=torch.bool))
+    logp = process_logits(logits, sampling, *path)
     if options.coupled:
         scores = logp + noise
         return grow.top_children(scores, child_values(scores, logp, sampling, options.tau), k)
@@ -322,14 +323,7 @@ def prefill_step(models: Models, state: RowState, plan: PrefillWork, options: St
 
     if models.nextn is not None:
         next_tokens = plan.next_tokens.index_copy(0, plan.last, tokens.clamp(min=0))
-        inputs = PrefillInput(
-            tokens=next_tokens,
-            positions=plan.inputs.positions,
-            slots=plan.inputs.slots,
-            page_table=plan.inputs.page_table,
-            cu_seqlens=plan.inputs.cu_seqlens,
-            prefix_lens=plan.inputs.prefix_lens,
-        )
+        inputs = replace(plan.inputs, tokens=next_tokens)
         output = models.nextn.prefill(inputs, _draft_hidden(models, hidden, options), state.cache)
         state.draft_state[plan.rows] = output[plan.ends]
         state.draft_len[plan.rows] = plan.lengths
