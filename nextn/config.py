@@ -376,7 +376,7 @@ class EngineConfig:
     max_model_len: most tokens of a request, prompt and output together. page_size: tokens a cache page.
     mem_fraction: share of a GPU's memory for weights and cache together. chunked_prefill_size: most tokens a
     prefill step. seed: of random (dummy) weights. max_draft_tokens: largest D that `spec` may be changed to
-    later; 0 adds nothing to `spec` itself.
+    later; 0 adds nothing to `spec` itself. cuda_graphs: on a GPU, record each decode step once and replay it.
     """
 
     device: str = "auto"
@@ -395,6 +395,7 @@ class EngineConfig:
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     seed: int = 0
     max_draft_tokens: int = 0
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         _at_least("--max-running-requests", self.max_running_requests, 1)

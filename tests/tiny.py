@@ -80,7 +80,7 @@ def tiny_engine(models: Models | None = None, options: StepOptions | None = None
     state = RowState(
         models.cfg,
         max_rows=engine_config.max_running_requests,
-        max_len=config["max_model_len"] + engine_config.largest_tree,
+        max_len=config["max_model_len"] + 2 * engine_config.largest_tree,
         num_pages=config["num_pages"],
         page_size=engine_config.page_size,
         dtype=example.dtype,

@@ -8,6 +8,7 @@ which it was (`accept_mode`, `token_mode`).
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import math
@@ -18,7 +19,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -31,62 +34,27 @@ from nextn.engine.llm import resolve_model
 from nextn.engine.request import Request, SamplingParams
 from nextn.engine.scheduler import DecodeBatch, PrefillBatch, Running
 from nextn.engine.stats import Acceptance
-from nextn.engine.step import Simulation
-from nextn.engine.worker import leave_a_core_free
+from nextn.engine.worker import Launched, SimulatedLength, leave_a_core_free
 from nextn.errors import ConfigError, NextnError
 from nextn.models.moe import Gate
 
 logger = logging.getLogger(__name__)
 
 WARMUP_CYCLES = 3
+PHASE_CYCLES = 5
 FIXED_TOKEN = 100
 
 
-class PhaseTimer:
-    """Milliseconds between marks, by phase; CUDA events on a GPU, the clock on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
-        self.phases: dict[str, list[float]] = {}
-
-    def mark(self, phase: str) -> None:
-        """The named phase ends here."""
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((phase, event))
-        else:
-            self._marks.append((phase, time.perf_counter()))
-
-    def collect(self) -> None:
-        """Turn the marks of one cycle, the first of which is its start, into durations."""
-        for (_, before), (phase, after) in zip(self._marks, self._marks[1:], strict=False):
-            if isinstance(before, float) and isinstance(after, float):
-                milliseconds = (after - before) * 1e3
-            else:
-                assert isinstance(before, torch.cuda.Event)
-                assert isinstance(after, torch.cuda.Event)
-                after.synchronize()
-                milliseconds = before.elapsed_time(after)
-            self.phases.setdefault(phase, []).append(milliseconds)
-        self._marks.clear()
-
-    def median(self, phase: str) -> float:
-        """Median of a phase, 0 if it never ran."""
-        return statistics.median(self.phases.get(phase, [0.0]))
-
-
 class BatchRun:
-    """One batch of equal requests driven by hand, so that each cycle can be timed and simulated."""
+    """One batch of equal requests driven by hand, so that each cycle can be timed and simulated.
+
+    `measure` may be called several times, with other shapes; the rows go on from where they are.
+    """
 
     def __init__(
         self, engine: Engine, prompts: Sequence[Sequence[int]], output_len: int, temperature: float
     ) -> None:
         self.engine = engine
-        self.timer = PhaseTimer(engine.worker.state.device)
-        self.acceptance = Acceptance()
-        self.cycle_ms: list[float] = []
         params = SamplingParams(max_tokens=output_len, temperature=temperature, seed=0, ignore_eos=True)
         for index, prompt in enumerate(prompts):
             engine.validate(list(prompt), params)
@@ -94,48 +62,90 @@ class BatchRun:
         self.entries: tuple[Running, ...] = ()
         self.prefill_ms = self._prefill()
 
-    def cycles(
-        self, spec: SpecConfig | None, tokens: int, lengths: Iterator[int] | None, fixed: int | None
-    ) -> None:
-        """Run cycles until every request has emitted `tokens`; the first few are warm-up and not counted."""
-        emitted = [0] * len(self.entries)
-        count = 0
+    def measure(
+        self,
+        spec: SpecConfig | None,
+        tokens: int,
+        lengths: Iterator[int] | None = None,
+        fixed: int | None = None,
+        warmup: int = WARMUP_CYCLES,
+    ) -> Measured:
+        """Run cycles until every request has emitted `tokens`; the first `warmup` do not count."""
+        emitted, done = [0] * len(self.entries), Measured()
+        flying: Launched | None = None
+        landed, count = time.perf_counter(), 0
         while min(emitted) < tokens:
-            simulation = Simulation(next(lengths), fixed) if lengths and spec else None
-            step = self.one_cycle(spec, simulation)
-            count += 1
-            if count <= WARMUP_CYCLES:
-                self.timer.phases.clear()
-                continue
-            self.cycle_ms.append(step[0])
-            for index, run in enumerate(step[1]):
-                emitted[index] += len(run)
-                self.acceptance.record(len(run), spec.draft_tokens - 1 if spec else 0)
+            launched = self._launch(spec, lengths, fixed, ahead=flying is not None)
+            if not self.engine.worker.runs_ahead:
+                flying = launched
+            if flying is not None:
+                runs = self._land(flying, spec)
+                now, count = time.perf_counter(), count + 1
+                if count > warmup:
+                    done.cycle_ms.append((now - landed) * 1e3)
+                    for index, run in enumerate(runs):
+                        emitted[index] += len(run)
+                        done.acceptance.record(len(run), spec.draft_tokens - 1 if spec else 0)
+                landed = now
+            flying = launched if self.engine.worker.runs_ahead else None
+        if flying is not None:
+            self._land(flying, spec)
+        return done
 
-    def one_cycle(
-        self, spec: SpecConfig | None, simulation: Simulation | None
-    ) -> tuple[float, list[list[int]]]:
-        """One decode step: (milliseconds on the host's clock, tokens of each request)."""
-        worker, scheduler = self.engine.worker, self.engine.scheduler
-        batch = scheduler.next_batch()
-        if not isinstance(batch, DecodeBatch) or batch.entries != self.entries:
-            raise ConfigError("the cache is too small for this batch; raise --num-pages or --mem-fraction")
-        started = time.perf_counter()
-        for entry in self.entries:
-            worker.set_pages(entry)
-        self.timer.mark("start")
-        emitted = worker.decode(self.entries, spec, simulation=simulation, mark=self.timer.mark)
-        elapsed = (time.perf_counter() - started) * 1e3
-        self.timer.collect()
-        for entry, tokens in zip(self.entries, emitted.tokens, strict=True):
-            entry.length += len(tokens)
-            entry.request.output_tokens += tokens
-        return elapsed, emitted.tokens
+    def step(
+        self,
+        spec: SpecConfig | None,
+        lengths: Iterator[int] | None = None,
+        fixed: int | None = None,
+        *,
+        eager: bool = False,
+    ) -> list[list[int]]:
+        """One decode step and its tokens."""
+        return self._land(self._launch(spec, lengths, fixed, eager=eager), spec)
+
+    def phases(
+        self, spec: SpecConfig | None, lengths: Iterator[int] | None = None, fixed: int | None = None
+    ) -> dict[str, float]:
+        """Median milliseconds of each phase over a few steps."""
+        seen: list[dict[str, float]] = []
+        for _ in range(PHASE_CYCLES + 1):
+            launched = self._launch(spec, lengths, fixed, timed=True)
+            self._land(launched, spec)
+            seen.append(launched.clock.milliseconds())
+        return {phase: statistics.median(each[phase] for each in seen[1:]) for phase in seen[0]}
 
     def close(self) -> None:
         """Free the rows and the pages."""
         for entry in self.entries:
             self.engine.scheduler.finish(entry)
+
+    def _launch(
+        self,
+        spec: SpecConfig | None,
+        lengths: Iterator[int] | None,
+        fixed: int | None,
+        *,
+        ahead: bool = False,
+        timed: bool = False,
+        eager: bool = False,
+    ) -> Launched:
+        worker, scheduler = self.engine.worker, self.engine.scheduler
+        batch = scheduler.next_ahead() if ahead else scheduler.next_batch()
+        if not isinstance(batch, DecodeBatch) or batch.entries != self.entries:
+            raise ConfigError("the cache is too small for this batch; raise --num-pages or --mem-fraction")
+        simulated = SimulatedLength(next(lengths), fixed) if lengths else None
+        for entry in self.entries:
+            worker.set_pages(entry)
+            entry.ahead += spec.width if spec else 1
+        return worker.launch(self.entries, spec, simulation=simulated, timed=timed, eager=eager)
+
+    def _land(self, launched: Launched, spec: SpecConfig | None) -> list[list[int]]:
+        emitted = launched.wait().tokens
+        for entry, tokens in zip(self.entries, emitted, strict=True):
+            entry.ahead -= spec.width if spec else 1
+            entry.length += len(tokens)
+            entry.request.output_tokens += tokens
+        return emitted
 
     def _prefill(self) -> float:
         worker, scheduler = self.engine.worker, self.engine.scheduler
@@ -157,6 +167,19 @@ class BatchRun:
         return (time.perf_counter() - started) * 1e3
 
 
+@dataclass(slots=True)
+class Measured:
+    """Cycles of one shape: milliseconds from one result to the next, and what they emitted."""
+
+    cycle_ms: list[float] = field(default_factory=list)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one request."""
+        return self.acceptance.length * 1e3 / statistics.fmean(self.cycle_ms)
+
+
 def simulated_lengths(mean: float, seed: int) -> Iterator[int]:
     """Endless floor(mean) or ceil(mean), drawn so that the mean is `mean`."""
     draw = random.Random(seed)
@@ -171,7 +194,8 @@ def count_experts(engine: Engine) -> Iterator[list[int]]:
     counts: list[int] = []
 
     def hook(_module: torch.nn.Module, _args: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        counts.append(int(torch.unique(output[1]).numel()))
+        numbers = torch.unique(output[1])
+        counts.append(int((numbers >= 0).sum()))
 
     gates = [module for module in engine.worker.models.target.modules() if isinstance(module, Gate)]
     handles = [gate.register_forward_hook(hook) for gate in gates]
@@ -182,61 +206,85 @@ def count_experts(engine: Engine) -> Iterator[list[int]]:
             handle.remove()
 
 
+def distinct_experts(
+    run: BatchRun, spec: SpecConfig | None, lengths: Iterator[int] | None = None, fixed: int | None = None
+) -> float:
+    """Mean number of experts that one layer of the target reads in a step; 0 for a dense model."""
+    with count_experts(run.engine) as counts:
+        for _ in range(2):
+            run.step(spec, lengths, fixed, eager=True)
+    return statistics.fmean(counts) if counts else 0.0
+
+
 def run_case(engine: Engine, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> dict[str, object]:
     """Measure one batch, with speculation and plainly, and return the case's JSON object."""
     spec = engine.spec
     simulate = args.simulate_accept_length
-    lengths = simulated_lengths(simulate, args.seed) if simulate else None
     vocab = engine.worker.models.cfg.vocab_size
     fixed = min(FIXED_TOKEN, vocab - 1) if args.token_mode == "fixed" else None
+    room = args.output_len + spare_tokens(spec)
     case: dict[str, object] = {}
-    experts = 0.0
     if spec is not None:
-        run = BatchRun(engine, prompts, args.output_len, args.temperature)
-        run.cycles(spec, args.output_len, lengths, fixed)
-        with count_experts(engine) as counts:
-            for _ in range(2):
-                run.one_cycle(spec, Simulation(next(lengths), fixed) if lengths else None)
+        lengths = simulated_lengths(simulate, args.seed) if simulate else None
+        run = BatchRun(engine, prompts, room, args.temperature)
+        measured = run.measure(spec, args.output_len, lengths, fixed)
+        phases = run.phases(spec, lengths, fixed)
+        case = {
+            **_spec_figures(measured, phases),
+            "distinct_experts": round(distinct_experts(run, spec, lengths, fixed), 2),
+        }
         run.close()
-        experts = statistics.fmean(counts) if counts else 0.0
-        case = _spec_figures(run)
-    plain = BatchRun(engine, prompts, args.output_len, args.temperature)
-    plain.cycles(None, args.output_len, None, None)
-    plain.close()
-    plain_ms = statistics.median(plain.cycle_ms)
+    run = BatchRun(engine, prompts, room, args.temperature)
+    plain_lengths = simulated_lengths(1.0, args.seed) if fixed is not None else None
+    plain = run.measure(None, args.output_len, plain_lengths, fixed)
+    plain_experts = distinct_experts(run, None, plain_lengths, fixed)
+    run.close()
     return {
         "model": args.model,
-        "device": _device_name(engine.worker.state.device),
-        "dtype": str(engine.worker.state.cache.dtype).removeprefix("torch."),
+        **environment(engine),
         "batch_size": len(prompts),
         "input_len": args.input_len,
         "output_len": args.output_len,
         "num_steps": spec.num_steps if spec else 0,
         "topk": spec.topk if spec else 0,
         "draft_tokens": spec.draft_tokens if spec else 0,
-        "prefill_ms": round(plain.prefill_ms, 3),
+        "prefill_ms": round(run.prefill_ms, 3),
         **case,
-        "plain_ms": round(plain_ms, 3),
-        "plain_tokens_per_s": round(1e3 / statistics.fmean(plain.cycle_ms), 2),
+        "plain_ms": round(statistics.median(plain.cycle_ms), 3),
+        "plain_tokens_per_s": round(plain.tokens_per_s, 2),
+        "plain_distinct_experts": round(plain_experts, 2),
         "accept_mode": "simulated" if simulate else "real",
         "token_mode": args.token_mode,
-        "distinct_experts": round(experts, 2),
+    }
+
+
+def spare_tokens(spec: SpecConfig | None) -> int:
+    """Tokens that a run emits beside the measured ones: warm-up, phases, counted experts, steps ahead."""
+    return (WARMUP_CYCLES + PHASE_CYCLES + 8) * (spec.width if spec else 1)
+
+
+def environment(engine: Engine) -> dict[str, object]:
+    """What a figure depends on besides its case: date, device, dtype, commit and versions."""
+    triton = importlib.util.find_spec("triton")
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "device": _device_name(engine.worker.state.device),
+        "dtype": str(engine.worker.state.cache.dtype).removeprefix("torch."),
+        "graphs": engine.worker.graphs is not None,
+        "torch": torch.__version__,
+        "triton": metadata.version("triton") if triton else None,
         "commit": _commit(),
     }
 
 
-def _spec_figures(run: BatchRun) -> dict[str, object]:
+def _spec_figures(measured: Measured, phases: dict[str, float]) -> dict[str, object]:
     """Fields of a speculative run; tokens_per_s is a request's, cycle_ms the host's clock."""
-    mean_ms = statistics.fmean(run.cycle_ms)
     return {
-        "accept_length": round(run.acceptance.length, 4),
-        "accept_histogram": {str(k): v for k, v in sorted(run.acceptance.by_length.items())},
-        "cycle_ms": round(statistics.median(run.cycle_ms), 3),
-        **{
-            f"{phase}_ms": round(run.timer.median(phase), 3)
-            for phase in ("draft", "verify", "accept", "extend")
-        },
-        "tokens_per_s": round(run.acceptance.length * 1e3 / mean_ms, 2),
+        "accept_length": round(measured.acceptance.length, 4),
+        "accept_histogram": {str(k): v for k, v in sorted(measured.acceptance.by_length.items())},
+        "cycle_ms": round(statistics.median(measured.cycle_ms), 3),
+        **{f"{phase}_ms": round(phases[phase], 3) for phase in ("draft", "verify", "accept", "extend")},
+        "tokens_per_s": round(measured.tokens_per_s, 2),
     }
 
 
@@ -361,9 +409,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = engine_config(args)
         _check(args, config)
-        # Warm-up and the cycles that count experts come on top of the output.
-        width = config.spec.width if config.spec else 1
-        room = args.input_len + args.output_len + (WARMUP_CYCLES + 3) * width + config.largest_tree
+        room = args.input_len + args.output_len + spare_tokens(config.spec)
         config = replace(
             config,
             max_running_requests=max(args.batch_size),

@@ -16,7 +16,7 @@ from nextn.engine.pages import PagePool
 from nextn.engine.request import FinishReason, Output, Request, SamplingParams
 from nextn.engine.scheduler import PrefillBatch, Running, Scheduler
 from nextn.engine.stats import Stats
-from nextn.engine.worker import Worker
+from nextn.engine.worker import Launched, Worker
 from nextn.errors import ConfigError, RequestError
 from nextn.kernels.ref.sampling import NO_TOKEN
 from nextn.text import Detokenizer, Tokenizer
@@ -33,8 +33,25 @@ class _Stream:
     detokenizer: Detokenizer | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Flying:
+    """A decode step under way: its rows, and the most tokens that it brings each of them."""
+
+    entries: tuple[Running, ...]
+    spec: SpecConfig | None
+    launched: Launched
+
+    @property
+    def width(self) -> int:
+        """Most tokens a row."""
+        return self.spec.width if self.spec else 1
+
+
 class Engine:
     """Continuous batching over one worker.
+
+    On a GPU one decode step is always under way while the host delivers the one before; a row that turns
+    out to have ended then has run once too often, and that step's tokens are dropped.
 
     spec: the tree's shape of the next decode step, or None for plain decoding; it may change between steps.
     tokenizer: None with dummy weights, which come without tokenizer files; outputs then carry no text.
@@ -56,6 +73,7 @@ class Engine:
         self.set_spec(config.spec if worker.can_draft else None)
         self._streams: dict[str, _Stream] = {}
         self._pending: list[Output] = []
+        self._flying: _Flying | None = None
 
     @staticmethod
     def from_config(model_dir: Path, config: EngineConfig) -> Engine:
@@ -133,11 +151,19 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` would do something."""
-        return bool(self._streams or self._pending)
+        return bool(self._streams or self._pending or self._flying)
 
     def step(self) -> list[Output]:
-        """Run one prefill or decode step and return what it brought."""
+        """Start what comes next and return what has come: on a GPU, from the decode step before."""
         outputs, self._pending = self._pending, []
+        flying, self._flying = self._flying, None
+        if flying is not None:
+            following = self.scheduler.next_ahead()
+            if following is not None:
+                self._launch(following.entries)
+            outputs += self._land(flying)
+            if following is not None:
+                return outputs
         before = set(self.scheduler.running)
         batch = self.scheduler.next_batch()
         if batch is None:
@@ -147,7 +173,12 @@ class Engine:
                 self.worker.start_row(entry, self._streams[entry.request.request_id].seed)
         if isinstance(batch, PrefillBatch):
             return outputs + self._prefill(batch)
-        return outputs + self._decode(batch.entries)
+        self._launch(batch.entries)
+        if self.worker.runs_ahead:
+            return outputs
+        assert self._flying is not None
+        flying, self._flying = self._flying, None
+        return outputs + self._land(flying)
 
     def stats(self) -> dict[str, float]:
         """A snapshot for logs and metrics."""
@@ -180,6 +211,7 @@ class Engine:
         for request_id in list(self._streams):
             self.abort(request_id)
         self._pending.clear()
+        self._flying = None
 
     def _prefill(self, batch: PrefillBatch) -> list[Output]:
         tokens = iter(self.worker.prefill(batch.chunks))
@@ -191,15 +223,25 @@ class Engine:
                 outputs.append(self._deliver(chunk.entry, [next(tokens)]))
         return outputs
 
-    def _decode(self, entries: tuple[Running, ...]) -> list[Output]:
+    def _launch(self, entries: tuple[Running, ...]) -> None:
+        """Start a decode step of `entries`."""
         for entry in entries:
             self.worker.set_pages(entry)
-        emitted = self.worker.decode(entries, self._spec)
+        self._flying = _Flying(entries, self._spec, self.worker.launch(entries, self._spec))
+        for entry in entries:
+            entry.ahead += self._flying.width
+
+    def _land(self, flying: _Flying) -> list[Output]:
+        """Wait for a decode step and deliver its tokens to the requests that are still open."""
+        emitted = flying.launched.wait()
         outputs = []
-        for entry, tokens in zip(entries, emitted.tokens, strict=True):
+        for entry, tokens in zip(flying.entries, emitted.tokens, strict=True):
+            entry.ahead -= flying.width
+            if not entry.pages:  # ended, aborted or preempted meanwhile
+                continue
             entry.length += len(tokens)
             output = self._deliver(entry, tokens)
-            if self._spec is not None and output.token_ids:
+            if flying.spec is not None and output.token_ids:
                 self.counters.acceptance.record(len(output.token_ids), emitted.drafted)
                 entry.request.acceptance.record(len(output.token_ids), emitted.drafted)
             outputs.append(output)

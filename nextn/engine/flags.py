@@ -57,6 +57,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         chunked_prefill_size=args.chunked_prefill_size,
         load_format=args.load_format,
         seed=args.seed,
+        cuda_graphs=args.cuda_graphs,
     )
 
 
@@ -212,6 +213,12 @@ def _add_machine_flags(parser: argparse.ArgumentParser, default: EngineConfig) -
         default=default.load_format,
         help="safetensors: read the checkpoint; dummy: random weights after config.json alone, to measure "
         "speed (default: safetensors)",
+    )
+    group.add_argument(
+        "--no-cuda-graphs",
+        dest="cuda_graphs",
+        action="store_false",
+        help="launch every kernel of a decode step from the host, which is slower; to look for faults",
     )
     group.add_argument(
         "--seed",

@@ -16,6 +16,12 @@ logger = logging.getLogger(__name__)
 CPU_CACHE_BYTES = 1 << 30
 """The cache on a CPU, whatever `mem_fraction`; the system hands memory out only as pages are used."""
 
+ATTENTION_BYTES = 512 << 20
+"""Bound on the keys and values that prefill attention expands at a time."""
+
+GRAPH_BYTES = 2 << 30
+"""Kept free for captured decode steps, which are recorded after the cache is allocated."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
@@ -70,17 +76,28 @@ def _budget(cfg: ModelConfig, config: EngineConfig, device: torch.device, dtype:
     free, total = torch.cuda.mem_get_info(device)
     reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     taken = total - free - reusable
-    activations = (
-        config.chunked_prefill_size
-        * dtype.itemsize
-        * (
-            8 * cfg.hidden_size
-            + 2 * cfg.num_attention_heads * (cfg.qk_head_dim + cfg.qk_nope_head_dim + cfg.v_head_dim)
-            + 4 * max(cfg.intermediate_size, cfg.moe_intermediate_size * cfg.num_experts_per_tok)
-        )
-        + 3 * 4 * cfg.vocab_size * config.max_running_requests * config.largest_tree
-    )
-    return int(total * config.mem_fraction) - taken - activations - _row_bytes(cfg, config, dtype)
+    steps = _prefill_bytes(cfg, config) + _decode_bytes(cfg, config)
+    return int(total * config.mem_fraction) - taken - steps - _row_bytes(cfg, config, dtype)
+
+
+def _prefill_bytes(cfg: ModelConfig, config: EngineConfig) -> int:
+    """Most that one prefill step holds beside weights and cache, by its largest tensors, in bytes."""
+    tokens, hidden = config.chunked_prefill_size, cfg.hidden_size
+    experts = cfg.num_experts_per_tok + cfg.n_shared_experts if cfg.n_routed_experts else 1
+    width = max(cfg.intermediate_size, cfg.moe_intermediate_size * experts)
+    stream = 4 * 2 * hidden + 4 * hidden  # residual, its norm, states of both models; one product in float32
+    queries = 4 * cfg.num_attention_heads * (2 * cfg.qk_head_dim + cfg.v_head_dim)
+    feed_forward = experts * 2 * hidden + 4 * 2 * width + 2 * width  # summands, gate and up, their product
+    return tokens * (stream + max(queries, feed_forward)) + ATTENTION_BYTES
+
+
+def _decode_bytes(cfg: ModelConfig, config: EngineConfig) -> int:
+    """Most that the decode steps hold: their graphs and what the largest batch computes with."""
+    nodes = config.max_running_requests * config.largest_tree
+    experts = cfg.num_experts_per_tok + cfg.n_shared_experts if cfg.n_routed_experts else 1
+    logits = 4 * 4 * cfg.vocab_size  # logits, scores, noise and one more of the size
+    work = nodes * (logits + 4 * cfg.hidden_size * (experts + 16))
+    return work + (GRAPH_BYTES if config.cuda_graphs else 0)
 
 
 def _row_bytes(cfg: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:

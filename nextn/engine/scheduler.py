@@ -18,7 +18,8 @@ class Running:
     """A live request: its row, its pages, and how far its tokens are in the cache.
 
     tokens: prompt and, after a preemption, the output so far; what prefill has to compute.
-    length: tokens whose latents are in the cache (the row's n).
+    length: tokens whose latents are in the cache (the row's n), as far as the host knows.
+    ahead: tokens that a step under way may add to them at most.
     """
 
     request: Request
@@ -26,6 +27,7 @@ class Running:
     tokens: list[int]
     pages: list[int] = field(default_factory=list)
     length: int = 0
+    ahead: int = 0
 
     @property
     def is_prefilled(self) -> bool:
@@ -106,18 +108,43 @@ class Scheduler:
         self._grow()
         return DecodeBatch(tuple(self.running))
 
+    def next_ahead(self) -> DecodeBatch | None:
+        """The rows that run, once more, while the step before is still under way; None if that cannot be.
+
+        It cannot where a request is to be started or prefilled, or where the pages would not suffice for
+        the longest that each row may have become: what comes next then depends on that step's outcome.
+        """
+        if not self.running or self._can_admit() or not all(entry.is_prefilled for entry in self.running):
+            return None
+        if sum(map(self._missing, self.running)) > self.pool.free:
+            return None
+        self._grow()
+        return DecodeBatch(tuple(self.running))
+
+    def _missing(self, entry: Running) -> int:
+        """Pages that the entry's next step needs beyond its own."""
+        slots = entry.length + entry.ahead + self._reserve
+        return max(0, self.pool.pages_for(slots) - len(entry.pages))
+
     def _admit(self) -> None:
         """Start waiting requests in order while there are a row and pages for all their tokens."""
-        while self.waiting and self._free_rows:
-            request = self.waiting[0]
+        while self._can_admit():
+            request = self.waiting.popleft()
             tokens = request.prompt_tokens + request.output_tokens
-            needed = self.pool.pages_for(len(tokens) + self._reserve)
-            # One spare page a running row, or an admission would be followed at once by a preemption.
-            if needed + len(self.running) > self.pool.free and (self.running or needed > self.pool.free):
-                return
-            self.waiting.popleft()
-            row = self._free_rows.pop()
-            self.running.append(Running(request, row, tokens, self.pool.allocate(needed)))
+            pages = self.pool.allocate(self._pages_to_start(request))
+            self.running.append(Running(request, self._free_rows.pop(), tokens, pages))
+
+    def _can_admit(self) -> bool:
+        """Whether the first waiting request can start now."""
+        if not self.waiting or not self._free_rows:
+            return False
+        needed = self._pages_to_start(self.waiting[0])
+        # One spare page a running row, or an admission would be followed at once by a preemption.
+        return needed + len(self.running) <= self.pool.free
+
+    def _pages_to_start(self, request: Request) -> int:
+        tokens = len(request.prompt_tokens) + len(request.output_tokens)
+        return self.pool.pages_for(tokens + self._reserve)
 
     def _chunks(self) -> list[Chunk]:
         """Fill the token budget of one prefill step, in order of arrival."""
@@ -136,9 +163,9 @@ class Scheduler:
         """Give every running row the pages its next step may write; preempt the youngest if they run out."""
         for entry in tuple(self.running):
             while entry.pages:  # a preempted entry has none left
-                missing = self.pool.pages_for(entry.length + self._reserve) - len(entry.pages)
+                missing = self._missing(entry)
                 if missing <= self.pool.free:
-                    entry.pages.extend(self.pool.allocate(max(missing, 0)))
+                    entry.pages.extend(self.pool.allocate(missing))
                     break
                 self._preempt(self.running[-1])
 

@@ -15,7 +15,7 @@ The token at index n is the *root*: chosen, but in no cache yet.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class StepBatch:
 class SamplingRows:
     """Sampling parameters of every row, on the device; R rows and the scratch row.
 
-    The fields are those of `SamplingBatch`, in its order: `sampling_batch` gathers the first nine by name.
+    The fields are those of `SamplingBatch`, which `sampling_batch` gathers by name.
     """
 
     temperature: Tensor  # [R + 1] float32
@@ -134,6 +134,13 @@ class RowState:
         self.tail = real(rows, MAX_TREE_NODES, cfg.latent_dim)
         self.sampling = SamplingRows.zeros(rows, cfg.vocab_size, device)
 
+    def upload(self, values: Sequence[int]) -> Tensor:
+        """`values` as int64 on the device. To a GPU they go from pinned memory, so the host does not wait."""
+        tensor = torch.tensor(values, dtype=torch.int64)
+        if self.device.type == "cuda":
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor
+
     def set_row(
         self,
         row: int,
@@ -162,21 +169,22 @@ class RowState:
         if params.needs_penalties:
             sampling.counts[row] = 0
             sampling.prompt_seen[row] = False
-            sampling.prompt_seen[row, torch.tensor(prompt, device=self.device)] = True
+            sampling.prompt_seen[row, self.upload(prompt)] = True
             if output:
-                said = torch.tensor(output, device=self.device)
+                said = self.upload(output)
                 sampling.counts[row].scatter_add_(0, said, torch.ones_like(said, dtype=torch.int32))
 
     def set_pages(self, row: int, pages: Sequence[int], first: int = 0) -> None:
         """Write `pages[first:]` into the row's page table."""
         if first < len(pages):
-            fresh = torch.tensor(pages[first:], dtype=torch.int64, device=self.device)
-            self.page_table[row, first : len(pages)] = fresh
+            self.page_table[row, first : len(pages)] = self.upload(pages[first:])
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages, (source, target) pairs, in every layer: the device's part of copy on write."""
         if copies:
-            source, target = torch.tensor(copies, device=self.device).T
+            source, target = self.upload([page for pair in zip(*copies, strict=True) for page in pair]).chunk(
+                2
+            )
             self.cache[:, target] = self.cache[:, source]
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
@@ -189,15 +197,19 @@ class RowState:
         return self.page_table[rows].gather(1, page) * self.page_size + positions % self.page_size
 
     def sampling_batch(self, batch: StepBatch) -> SamplingBatch:
-        """Gather the rows' sampling parameters; counts only when a penalty needs them."""
-        rows = batch.rows
-        names = {f.name for f in fields(SamplingRows)} - {"counts", "prompt_seen"}
-        gathered = {name: getattr(self.sampling, name)[rows] for name in names}
-        counted = rows if batch.any_penalty else rows[:0]
+        """Gather the rows' sampling parameters: those that the batch's flags call for, the rest empty."""
+        wanted = {
+            "temperature": batch.any_sampled, "seed": batch.any_sampled, "choice": batch.any_sampled,
+            "top_k": batch.any_filter, "top_p": batch.any_filter, "min_p": batch.any_filter,
+            "frequency": batch.any_penalty, "presence": batch.any_penalty, "repetition": batch.any_penalty,
+            "counts": batch.any_penalty, "prompt_seen": batch.any_penalty,
+        }  # fmt: skip
+        held = {name: getattr(self.sampling, name) for name in wanted}
+        gathered = {
+            name: held[name][batch.rows] if asked else held[name][:0] for name, asked in wanted.items()
+        }
         return SamplingBatch(
             **gathered,
-            counts=self.sampling.counts[counted],
-            prompt_seen=self.sampling.prompt_seen[counted],
             any_sampled=batch.any_sampled,
             any_filter=batch.any_filter,
             any_penalty=batch.any_penalty,

@@ -17,16 +17,10 @@ from torch import Tensor
 
 from nextn.config import SpecConfig
 from nextn.engine.state import RING, RowState, StepBatch
-from nextn.kernels.ops import compact, gumbel_noise
+from nextn.kernels.ops import best_children, compact, level_noise, pick_tokens
 from nextn.kernels.ref.dtypes import accumulation_dtype
-from nextn.kernels.ref.sampling import (
-    SamplingBatch,
-    add_noise,
-    child_values,
-    level_noise,
-    pick,
-    process_logits,
-)
+from nextn.kernels.ref.sampling import SamplingBatch
+from nextn.models.deepseek import States
 from nextn.models.inputs import DraftInput, PrefillInput, TreeInput
 from nextn.models.weights import Models
 from nextn.tree import accept as tree_accept
@@ -53,12 +47,12 @@ class StepOptions:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """For benchmarks on random weights: accept `length` - 1 nodes whatever the target says.
+    """For benchmarks on random weights: accept `lengths` - 1 nodes whatever the target says.
 
     fixed_token: write this id for every emitted token; None keeps the draft's tokens.
     """
 
-    length: int
+    lengths: Tensor  # [1] or [B] int64, on the device: a captured step reads it anew each time
     fixed_token: int | None = None
 
 
@@ -98,27 +92,33 @@ def spec_step(
     noise = _noise(models, sampling, state.n[batch.rows] + 1, spec.num_steps + 1, state.cache.dtype)
     tree = draft(models, state, batch, sampling, noise, spec, options)
     mark("draft")
-    hidden, logits = verify(models, state, batch, tree)
+    states, logits = verify(models, state, batch, tree)
     mark("verify")
     accepted = accept(sampling, tree, logits, noise, spec.width, simulation)
     mark("accept")
-    commit(models, state, batch, accepted, hidden, options)
+    commit(models, state, batch, accepted, states, options)
     mark("extend")
     return accepted
 
 
 def plain_step(
-    models: Models, state: RowState, batch: StepBatch, options: StepOptions, *, mark: Mark = no_mark
+    models: Models,
+    state: RowState,
+    batch: StepBatch,
+    options: StepOptions,
+    *,
+    simulation: Simulation | None = None,
+    mark: Mark = no_mark,
 ) -> Accepted:
     """One token for every row: a tree of the root alone. The draft falls behind; `catch_up` repairs that."""
     sampling = state.sampling_batch(batch)
     noise = _noise(models, sampling, state.n[batch.rows] + 1, 1, state.cache.dtype)
     tree = DraftTree.plain(state.root[batch.rows])
-    hidden, logits = verify(models, state, batch, tree)
+    states, logits = verify(models, state, batch, tree)
     mark("verify")
-    accepted = accept(sampling, tree, logits, noise, 1, None)
+    accepted = accept(sampling, tree, logits, noise, 1, simulation)
     mark("accept")
-    _remember(models, state, batch, accepted, hidden, options)
+    _remember(models, state, batch, accepted, states, options)
     _advance(state, batch, accepted)
     mark("extend")
     return accepted
@@ -144,15 +144,15 @@ def draft(
     page_table = state.page_table[batch.rows, : batch.pages]
     tail = state.tail[: batch.size, : max(k * (spec.num_steps - 1), 1)]
 
-    output = state.draft_state[batch.rows].unsqueeze(1)  # [B, 1, hidden], before shared_head.norm
-    no_tokens = output.new_zeros(batch.size, 1, 0, dtype=torch.int64)
-    no_path = (no_tokens, no_tokens.bool())
-    tokens, values = _children(models, output, sampling, no_path, noise[:, :1], k, options)
+    last = state.draft_state[batch.rows].unsqueeze(1)  # [B, 1, hidden], before shared_head.norm
+    states = States(last, nextn.final_norm(last))
+    path = _no_path(sampling, batch.size)
+    tokens, values = _children(models, states, sampling, path, noise[:, :1], k, options)
     growth = grow.start(tokens[:, 0], values[:, 0], spec)
     while growth.level < spec.num_steps:
         beam = growth.beam()
-        recycled = nextn.final_norm(output) if options.post_norm else output
-        parents = beam.parent_slot.unsqueeze(-1).expand(-1, -1, output.shape[-1])
+        recycled = _draft_hidden(states, options)
+        parents = beam.parent_slot.unsqueeze(-1).expand(-1, -1, recycled.shape[-1])
         inputs = DraftInput(
             tokens=beam.tokens,
             positions=(n + beam.level - 1).unsqueeze(1).expand(-1, k),
@@ -162,36 +162,33 @@ def draft(
             prefix_lens=n,
             page_table=page_table,
         )
-        output = nextn.decode(inputs, recycled.gather(1, parents), state.cache)  # [B, k, hidden]
-        path, own_noise = (beam.path_tokens, beam.path_valid), noise[:, beam.level : beam.level + 1]
-        growth.extend(*_children(models, output, sampling, path, own_noise, k, options))
+        states = nextn.decode(inputs, recycled.gather(1, parents), state.cache)  # [B, k, hidden]
+        path = (beam.path_tokens, beam.path_valid) if sampling.any_penalty else None
+        own_noise = noise[:, beam.level : beam.level + 1]
+        growth.extend(*_children(models, states, sampling, path, own_noise, k, options))
     return growth.rerank(state.root[batch.rows])
 
 
 def _children(
     models: Models,
-    output: Tensor,
+    states: States,
     sampling: SamplingBatch,
-    path: tuple[Tensor, Tensor],
+    path: tuple[Tensor, Tensor] | None,
     noise: Tensor,
     k: int,
     options: StepOptions,
 ) -> tuple[Tensor, Tensor]:
     """The k best next tokens of each draft node and their values, both [B, M, k].
 
-    output: [B, M, hidden]; path: tokens and validity, [B, M, L]; noise: [B, 1, V] of the position chosen for.
+    states [B, M, hidden]; path: tokens and validity [B, M, L], for penalties; noise [B, 1, V or 1] of the
+    position chosen for.
     """
-    assert models.nextn is not None
-    logits = models.target.logits(models.nextn.final_norm(output))
-    logp = process_logits(logits, sampling, *path)
-    if options.coupled:
-        scores = logp + noise
-        return grow.top_children(scores, child_values(scores, logp, sampling, options.tau), k)
-    return grow.top_children(logp, logp, k)
+    logits = models.target.logits(states.normed)
+    return best_children(logits, sampling, noise if options.coupled else None, k, options.tau, path)
 
 
-def verify(models: Models, state: RowState, batch: StepBatch, tree: DraftTree) -> tuple[Tensor, Tensor]:
-    """Target forward over the D nodes: hidden [B, D, hidden] before model.norm, logits [B, D, V]."""
+def verify(models: Models, state: RowState, batch: StepBatch, tree: DraftTree) -> tuple[States, Tensor]:
+    """Target forward over the D nodes: states [B, D, hidden], logits [B, D, V]."""
     n = state.n[batch.rows]
     nodes = torch.arange(tree.size, device=n.device)
     inputs = TreeInput(
@@ -203,8 +200,8 @@ def verify(models: Models, state: RowState, batch: StepBatch, tree: DraftTree) -
         prefix_lens=n,
         page_table=state.page_table[batch.rows, : batch.pages],
     )
-    hidden = models.target.decode(inputs, state.cache)
-    return hidden, models.target.logits(models.target.final_norm(hidden))
+    states = models.target.decode(inputs, state.cache)
+    return states, models.target.logits(states.normed)
 
 
 def accept(
@@ -216,12 +213,12 @@ def accept(
     simulation: Simulation | None,
 ) -> Accepted:
     """Choose every node's next token with the noise of its position, then walk the tree along the choices."""
-    logp = process_logits(logits, sampling, *tree.path_tokens())
-    target_tokens = pick(add_noise(logp, noise, tree.depth))
+    path = tree.path_tokens() if sampling.any_penalty else None
+    target_tokens = pick_tokens(logits, sampling, noise, tree.depth, path)
     if simulation is None:
         return tree_accept.accept(tree, target_tokens, width)
-    length = torch.full_like(tree.tokens[:, 0], simulation.length)
-    accepted = tree_accept.simulated(tree, length, target_tokens, width)
+    lengths = simulation.lengths.expand(tree.tokens.shape[0])
+    accepted = tree_accept.simulated(tree, lengths, target_tokens, width)
     if simulation.fixed_token is None:
         return accepted
     return replace(accepted, tokens=torch.full_like(accepted.tokens, simulation.fixed_token))
@@ -232,7 +229,7 @@ def commit(
     state: RowState,
     batch: StepBatch,
     accepted: Accepted,
-    hidden: Tensor,
+    states: States,
     options: StepOptions,
 ) -> None:
     """Make the accepted path permanent: the only place where speculation changes rows and caches.
@@ -252,9 +249,10 @@ def commit(
     target = state.slots(rows, n.unsqueeze(1) + steps)
     compact(state.cache[:-1], state.slots(rows, n.unsqueeze(1) + accepted.path), target, valid)
 
+    hidden = _draft_hidden(states, options)
     path = accepted.path.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
-    states = _draft_hidden(models, hidden.gather(1, path), options)
-    output = _extend_draft(models, state, batch, n, accepted.tokens.clamp(min=0), states, valid)
+    tokens = accepted.tokens.clamp(min=0)
+    output = _extend_draft(models, state, batch, n, tokens, hidden.gather(1, path), valid)
     state.draft_state[rows] = _pick_node(output, accepted.length - 1)
     state.draft_len[rows] = n + accepted.length
     _advance(state, batch, accepted)
@@ -303,7 +301,7 @@ def _extend_draft(
         prefix_lens=start,
         page_table=state.page_table[batch.rows, : batch.pages],
     )
-    return models.nextn.decode(inputs, states, state.cache)
+    return models.nextn.decode(inputs, states, state.cache).hidden
 
 
 def prefill_step(models: Models, state: RowState, plan: PrefillWork, options: StepOptions) -> Tensor:
@@ -312,20 +310,19 @@ def prefill_step(models: Models, state: RowState, plan: PrefillWork, options: St
     The NextN cache is extended over the same tokens: at a chunk's edge it reads the real next prompt token,
     at the prompt's end the token that was just sampled.
     """
-    hidden = models.target.prefill(plan.inputs, state.cache)  # [T, hidden]
-    normed = models.target.final_norm(hidden[plan.last])
+    states = models.target.prefill(plan.inputs, state.cache)  # [T, hidden]
     sampling = state.sampling_batch(plan.last_rows)
-    logits = models.target.logits(normed).unsqueeze(1)  # [F, 1, V]
-    no_path = plan.last.new_zeros(plan.last.shape[0], 1, 0)
-    logp = process_logits(logits, sampling, no_path, no_path.bool())
+    logits = models.target.logits(states.normed[plan.last]).unsqueeze(1)  # [F, 1, V]
     first = plan.inputs.positions[plan.last] + 1
-    tokens = pick(logp + _noise(models, sampling, first, 1, state.cache.dtype)).squeeze(1)
+    noise = _noise(models, sampling, first, 1, state.cache.dtype)
+    level = torch.zeros_like(plan.last).unsqueeze(1)  # [F, 1]
+    tokens = pick_tokens(logits, sampling, noise, level, _no_path(sampling, plan.last.shape[0])).squeeze(1)
 
     if models.nextn is not None:
         next_tokens = plan.next_tokens.index_copy(0, plan.last, tokens.clamp(min=0))
         inputs = replace(plan.inputs, tokens=next_tokens)
-        output = models.nextn.prefill(inputs, _draft_hidden(models, hidden, options), state.cache)
-        state.draft_state[plan.rows] = output[plan.ends]
+        output = models.nextn.prefill(inputs, _draft_hidden(states, options), state.cache)
+        state.draft_state[plan.rows] = output.hidden[plan.ends]
         state.draft_len[plan.rows] = plan.lengths
     state.n[plan.rows] = plan.lengths
     state.root[plan.last_rows.rows] = tokens.clamp(min=0)
@@ -339,12 +336,20 @@ def _noise(models: Models, sampling: SamplingBatch, first: Tensor, levels: int, 
     Level l of the draft and the tree's nodes of depth l-1 choose for the same position with the same noise.
     """
     wide = accumulation_dtype(dtype)
-    return level_noise(sampling, first, levels, models.cfg.vocab_size, wide, gumbel_noise)
+    return level_noise(sampling, first, levels, models.cfg.vocab_size, wide)
 
 
-def _draft_hidden(models: Models, hidden: Tensor, options: StepOptions) -> Tensor:
-    """The target state that the draft reads, from the state before model.norm."""
-    return models.target.final_norm(hidden) if options.post_norm else hidden
+def _no_path(sampling: SamplingBatch, rows: int) -> tuple[Tensor, Tensor] | None:
+    """The path of nodes right below the root, one a row: nothing is on it. None where nobody counts."""
+    if not sampling.any_penalty:
+        return None
+    tokens = sampling.counts.new_zeros(rows, 1, 0, dtype=torch.int64)
+    return tokens, tokens.bool()
+
+
+def _draft_hidden(states: States, options: StepOptions) -> Tensor:
+    """The state that the next draft layer reads: the target's, or its own recycled one."""
+    return states.normed if options.post_norm else states.hidden
 
 
 def _remember(
@@ -352,14 +357,14 @@ def _remember(
     state: RowState,
     batch: StepBatch,
     accepted: Accepted,
-    hidden: Tensor,
+    states: States,
     options: StepOptions,
 ) -> None:
     """Put the state and the token of a plain step into the ring, for a draft that is caught up later."""
     if models.nextn is None:
         return
     index = state.n[batch.rows] % RING
-    state.ring_hidden[batch.rows, index] = _draft_hidden(models, hidden[:, 0], options)
+    state.ring_hidden[batch.rows, index] = _draft_hidden(states, options)[:, 0]
     state.ring_token[batch.rows, index] = accepted.tokens[:, 0].clamp(min=0)
 
 

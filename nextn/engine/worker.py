@@ -13,24 +13,18 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from nextn.config import EngineConfig, ModelConfig, SpecConfig
+from nextn.engine.graphs import Shape, StepGraphs, run_step
 from nextn.engine.memory import plan_memory
+from nextn.engine.phases import PhaseClock
 from nextn.engine.request import SamplingParams
 from nextn.engine.scheduler import Chunk, Running
 from nextn.engine.state import RING, RowState, StepBatch
-from nextn.engine.step import (
-    Mark,
-    PrefillWork,
-    Simulation,
-    StepOptions,
-    catch_up,
-    no_mark,
-    plain_step,
-    prefill_step,
-    spec_step,
-)
+from nextn.engine.step import PrefillWork, StepOptions, catch_up, no_mark, prefill_step
 from nextn.errors import CapacityError, ConfigError
+from nextn.kernels.ops import has_kernels
 from nextn.models.inputs import PrefillInput
 from nextn.models.weights import Models, build_models
 
@@ -47,6 +41,41 @@ class Emitted:
     drafted: int
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedLength:
+    """A benchmark's step: every row accepts `length` - 1 nodes and writes `fixed_token`, if there is one."""
+
+    length: int
+    fixed_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A decode step under way: its result [B, 1 + W] on its way to the host."""
+
+    result: Tensor
+    copied: torch.cuda.Event | None
+    drafted: int
+    clock: PhaseClock
+
+    @staticmethod
+    def start(result: Tensor, rows: int, drafted: int, clock: PhaseClock) -> Launched:
+        """Send the first `rows` rows of a step's result to the host, without waiting for it."""
+        if not result.is_cuda:
+            return Launched(result, None, drafted, clock)
+        host = torch.empty(rows, result.shape[1], dtype=result.dtype, pin_memory=True)
+        host.copy_(result[:rows], non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return Launched(host, copied, drafted, clock)
+
+    def wait(self) -> Emitted:
+        """The step's tokens; waits until it has run."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return Emitted([row[1 : 1 + row[0]] for row in self.result.tolist()], self.drafted)
+
+
 class Worker:
     """Owns the models and the rows of one device."""
 
@@ -55,6 +84,7 @@ class Worker:
         self.state = state
         self.options = options
         self.max_model_len = max_model_len
+        self.graphs: StepGraphs | None = None
         # How many plain steps each row is ahead of its draft; the ring holds at most RING of them.
         self._lag = [0] * (state.scratch_row + 1)
         # How many of each row's pages the device's page table holds.
@@ -71,14 +101,15 @@ class Worker:
                 f"--max-model-len {asked} is above the model's max_position_embeddings "
                 f"{cfg.max_position_embeddings}; use at most that"
             )
-        slack = config.largest_tree + RING
+        slack = 2 * config.largest_tree + RING
         models = build_models(model_dir, cfg, config, device, dtype, asked + slack)
         memory = plan_memory(cfg, config, device, dtype, asked)
         try:
             state = RowState(
                 cfg,
                 max_rows=config.max_running_requests,
-                max_len=memory.max_model_len + config.largest_tree,
+                max_len=memory.max_model_len
+                + 2 * config.largest_tree,  # one step's scratch, and one step ahead
                 num_pages=memory.num_pages,
                 page_size=config.page_size,
                 dtype=dtype,
@@ -90,7 +121,15 @@ class Worker:
                 f"{config.max_running_requests} requests cannot be allocated on {device}: {error}"
             ) from None
         options = StepOptions(coupled=config.coupled_drafting, post_norm=config.draft_hidden == "post-norm")
-        return Worker(models, state, options, memory.max_model_len)
+        worker = Worker(models, state, options, memory.max_model_len)
+        if config.cuda_graphs and has_kernels(state.cache):
+            worker.capture(config.spec if worker.can_draft else None, config.max_running_requests)
+        return worker
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `launch` returns before the step has run."""
+        return self.graphs is not None
 
     @property
     def num_pages(self) -> int:
@@ -123,56 +162,81 @@ class Worker:
         tokens: list[int] = prefill_step(self.models, self.state, self._plan(chunks), self.options).tolist()
         return tokens
 
-    @torch.inference_mode()
     def decode(
         self,
         entries: Sequence[Running],
         spec: SpecConfig | None,
         *,
-        simulation: Simulation | None = None,
-        mark: Mark = no_mark,
+        simulation: SimulatedLength | None = None,
     ) -> Emitted:
         """Advance every entry by one cycle of shape `spec`, or by one plain token when it is None."""
-        batch = self._batch(entries)
-        if spec is None:
-            self._keep_ring(entries, batch)
-            accepted = plain_step(self.models, self.state, batch, self.options, mark=mark)
-        else:
-            if any(self._lag[entry.row] for entry in entries):
-                self._catch_up(entries, batch)
-            accepted = spec_step(
-                self.models, self.state, batch, spec, self.options, simulation=simulation, mark=mark
-            )
-        # One copy to the host: the wait for it is the step's only one.
-        rows = torch.cat((accepted.length.unsqueeze(1), accepted.tokens), dim=1).tolist()
-        tokens = [row[1 : 1 + row[0]] for row in rows]
-        return Emitted(tokens, spec.draft_tokens - 1 if spec else 0)
+        return self.launch(entries, spec, simulation=simulation).wait()
 
-    def _keep_ring(self, entries: Sequence[Running], batch: StepBatch) -> None:
-        """Before a plain step: make room in the ring of a row whose draft is RING tokens behind."""
+    @torch.inference_mode()
+    def launch(
+        self,
+        entries: Sequence[Running],
+        spec: SpecConfig | None,
+        *,
+        simulation: SimulatedLength | None = None,
+        timed: bool = False,
+        eager: bool = False,
+    ) -> Launched:
+        """Start a decode step; on a GPU the host goes on at once and `Launched.wait` brings the tokens.
+
+        timed: mark the ends of its phases. eager: launch op by op even where there are graphs.
+        """
+        params = [entry.request.params for entry in entries]
+        shape = Shape(
+            spec,
+            any_sampled=any(p.temperature > 0 for p in params),
+            any_filter=any(p.temperature > 0 and p.needs_filters for p in params),
+            any_penalty=any(p.needs_penalties for p in params),
+            simulated=simulation is not None,
+            fixed_token=simulation.fixed_token if simulation else None,
+        )
+        self._keep_draft(entries, spec)
+        length = simulation.length if simulation else None
+        if self.graphs is not None and not eager:
+            result, clock = self.graphs.run([entry.row for entry in entries], shape, length, timed=timed)
+        else:
+            lengths = None if length is None else self.state.upload([length])
+            batch, clock = self._batch(entries), PhaseClock(self.state.device)
+            clock.mark("start")
+            mark = clock.mark if timed else no_mark
+            result = run_step(self.models, self.state, batch, shape, self.options, lengths, mark)
+        return Launched.start(result, len(entries), spec.draft_tokens - 1 if spec else 0, clock)
+
+    def capture(self, spec: SpecConfig | None, max_rows: int) -> None:
+        """Record the decode steps that will be needed, plain and of shape `spec`, greedy and sampled."""
+        with torch.inference_mode():
+            self.graphs = StepGraphs(self.models, self.state, self.options, max_rows)
+            specs = (None,) if spec is None else (None, spec)
+            self.graphs.capture([Shape(s, any_sampled=sampled) for sampled in (False, True) for s in specs])
+
+    def _keep_draft(self, entries: Sequence[Running], spec: SpecConfig | None) -> None:
+        """Before a step: bring up drafts that plain steps left behind, or make room for one more such."""
         if not self.can_draft:
             return
-        if any(self._lag[entry.row] >= RING for entry in entries):
-            self._catch_up(entries, batch)
-        for entry in entries:
-            self._lag[entry.row] += 1
-
-    def _catch_up(self, entries: Sequence[Running], batch: StepBatch) -> None:
-        catch_up(self.models, self.state, batch)
-        for entry in entries:
-            self._lag[entry.row] = 0
+        late = 0 if spec is not None else RING - 1
+        if any(self._lag[entry.row] > late for entry in entries):
+            catch_up(self.models, self.state, self._batch(entries))
+            for entry in entries:
+                self._lag[entry.row] = 0
+        if spec is None:
+            for entry in entries:
+                self._lag[entry.row] += 1
 
     def _batch(self, entries: Sequence[Running]) -> StepBatch:
-        """The decode step of `entries`, with pages for the longest prefix among them."""
-        longest = max(entry.length for entry in entries)
+        """The decode step of `entries`, with pages for the longest prefix that any may have by now."""
+        longest = max(entry.length + entry.ahead for entry in entries)
         pages = max(1, -(-longest // self.state.page_size))
         return self._step_batch([entry.row for entry in entries], [e.request.params for e in entries], pages)
 
     def _step_batch(self, rows: list[int], params: Sequence[SamplingParams], pages: int) -> StepBatch:
-        device = self.state.device
         return StepBatch(
-            rows=torch.tensor(rows, dtype=torch.int64, device=device),
-            live=torch.ones(len(rows), dtype=torch.bool, device=device),
+            rows=self.state.upload(rows),
+            live=torch.ones(len(rows), dtype=torch.bool, device=self.state.device),
             pages=pages,
             any_sampled=any(p.temperature > 0 for p in params),
             any_filter=any(p.needs_filters for p in params),
@@ -181,7 +245,7 @@ class Worker:
 
     def _plan(self, chunks: Sequence[Chunk]) -> PrefillWork:
         """Lay the chunks end to end."""
-        device = self.state.device
+        whole = self.state.upload
         tokens: list[int] = []
         next_tokens: list[int] = []
         positions: list[int] = []
@@ -198,9 +262,6 @@ class Worker:
         final = [(chunk, end) for chunk, end in zip(chunks, ends, strict=True) if chunk.is_last]
         rows = [chunk.entry.row for chunk in chunks]
         width = max(1, *(-(-(chunk.start + chunk.length) // self.state.page_size) for chunk in chunks))
-
-        def whole(values: Sequence[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
 
         return PrefillWork(
             inputs=PrefillInput(

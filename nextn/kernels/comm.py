@@ -28,6 +28,10 @@ class TensorParallel:
             dist.all_reduce(x)
         return x
 
+    def sum_summands(self, summands: Tensor) -> Tensor:
+        """Summands [S, N, rows] whose sum is that over all ranks: as they are where there is one rank."""
+        return summands if self.size == 1 else self.all_reduce(summands.sum(0, keepdim=True))
+
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """Concatenate the ranks' `x` (equal shapes) along `dim` in the order of ranks."""
         if self.size == 1:

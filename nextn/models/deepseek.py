@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,17 @@ from nextn.models.mla import MLA, DecodePlan, PrefillPlan, Rotary, plan_decode, 
 from nextn.models.moe import DenseMLP, MoE
 from nextn.models.parallel import Placement, RMSNorm, VocabEmbedding, VocabHead
 from nextn.models.specs import TensorSpec
+
+
+class States(NamedTuple):
+    """What a forward pass leaves at each token: the residual stream, and its norm, which the head reads."""
+
+    hidden: Tensor  # [..., hidden], before the last norm
+    normed: Tensor  # [..., hidden], after it
+
+    def view(self, shape: tuple[int, int]) -> States:
+        """The same as [B, M, hidden]."""
+        return States(self.hidden.view(*shape, -1), self.normed.view(*shape, -1))
 
 
 class Block(nn.Module):
@@ -33,21 +45,32 @@ class Block(nn.Module):
         else:
             self.mlp = DenseMLP(f"{prefix}.mlp", size, cfg.intermediate_size, place)
 
-    def prefill(self, x: Tensor, plan: PrefillPlan, cache_layer: Tensor) -> Tensor:
-        """x [T, hidden] -> [T, hidden]."""
-        x = x + self.self_attn.prefill(self.input_layernorm(x), plan, cache_layer)
-        return self._feed_forward(x, None, host=True)
+    def prefill(
+        self, x: Tensor | None, update: Tensor | None, plan: PrefillPlan, cache_layer: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """One layer over T tokens: the residual stream x [T, hidden] and what is still to be added to it.
 
-    def decode(self, x: Tensor, plan: DecodePlan, cache_layer: Tensor) -> Tensor:
-        """x [N, hidden] -> [N, hidden]."""
-        x = x + self.self_attn.decode(self.input_layernorm(x), plan, cache_layer)
-        return self._feed_forward(x, plan.valid, host=False)
+        Takes and returns update [S, T, hidden], summands that the next norm adds to x on its way.
+        """
+        x, normed = self.input_layernorm.add(x, update)
+        update = self.self_attn.prefill(normed, plan, cache_layer)
+        return self._feed_forward(x, update, None, host=True)
 
-    def _feed_forward(self, x: Tensor, valid: Tensor | None, *, host: bool) -> Tensor:
-        normed = self.post_attention_layernorm(x)
+    def decode(
+        self, x: Tensor | None, update: Tensor | None, plan: DecodePlan, cache_layer: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same over the N nodes of a decode; what invalid nodes would add is left out."""
+        x, normed = self.input_layernorm.add(x, update, plan.valid)
+        update = self.self_attn.decode(normed, plan, cache_layer)
+        return self._feed_forward(x, update, plan.valid, host=False)
+
+    def _feed_forward(
+        self, x: Tensor, update: Tensor, valid: Tensor | None, *, host: bool
+    ) -> tuple[Tensor, Tensor]:
+        x, normed = self.post_attention_layernorm.add(x, update, valid)
         if isinstance(self.mlp, MoE):
-            return x + self.mlp.forward(normed, valid, host=host)
-        return x + self.tp.all_reduce(self.mlp(normed))
+            return x, self.mlp.forward(normed, valid, host=host)
+        return x, self.tp.sum_summands(self.mlp.summands(normed))
 
     def specs(self) -> Iterator[TensorSpec]:
         """This layer's tensors."""
@@ -59,7 +82,7 @@ class DeepseekModel(nn.Module):
     """Embedding, decoder layers, final norm and head of the target model.
 
     cache: [layers, pages, page_size, kv_lora + rope] in the compute dtype; layer i of the model uses layer i
-    of the cache. Hidden states are returned before the final norm, because the draft may want either.
+    of the cache. States are returned before and after the final norm, because the draft may want either.
     """
 
     def __init__(
@@ -84,24 +107,21 @@ class DeepseekModel(nn.Module):
         self.norm = RMSNorm("model.norm", cfg.hidden_size, cfg.rms_norm_eps, place)
         self.lm_head = VocabHead("lm_head", cfg.vocab_size, cfg.hidden_size, place)
 
-    def prefill(self, inp: PrefillInput, cache: Tensor) -> Tensor:
-        """Hidden states of every token, before the final norm; writes latents to inp.slots.  # [T, hidden]"""
-        plan = plan_prefill(inp, self.rotary)
-        x = self.embed(inp.tokens)
+    def prefill(self, inp: PrefillInput, cache: Tensor) -> States:
+        """States of every token, [T, hidden]; writes latents to inp.slots."""
+        plan = plan_prefill(inp, self.rotary, cache, next(self.blocks()).self_attn)
+        x, update = self.embed(inp.tokens), None
         for layer, block in enumerate(self.blocks()):
-            x = block.prefill(x, plan, cache[layer])
-        return x
+            x, update = block.prefill(x, update, plan, cache[layer])
+        return States(*self.norm.add(x, update))
 
-    def decode(self, inp: TreeInput, cache: Tensor) -> Tensor:
-        """Hidden states of every node, before the final norm.  # [B, M, hidden]
-
-        Writes the valid nodes' latents to inp.slots.
-        """
+    def decode(self, inp: TreeInput, cache: Tensor) -> States:
+        """States of every node, [B, M, hidden]; writes the valid nodes' latents to inp.slots."""
         plan = plan_decode(inp, self.rotary, cache)
-        x = plan.clean(self.embed(inp.tokens))
+        x, update = plan.clean(self.embed(inp.tokens)), None
         for layer, block in enumerate(self.blocks()):
-            x = block.decode(x, plan, cache[layer])
-        return x.view(*plan.shape, -1)
+            x, update = block.decode(x, update, plan, cache[layer])
+        return States(*self.norm.add(x, update, plan.valid)).view(plan.shape)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [...] int64 -> [..., hidden]."""

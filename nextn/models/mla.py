@@ -9,15 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from nextn.config import ModelConfig, yarn_mscale
-from nextn.kernels.ops import write_latents
-from nextn.kernels.ref.attention import TreeView, prefill_attention, tree_attention, tree_view
+from nextn.kernels import ops
 from nextn.kernels.ref.gemm import dequantize
-from nextn.kernels.ref.rope import apply_rope, plain_frequencies, rope_rows, rope_table, yarn_frequencies
+from nextn.kernels.ref.rope import (
+    RotaryTables,
+    apply_rope,
+    plain_frequencies,
+    rope_rows,
+    rope_table,
+    yarn_frequencies,
+)
 from nextn.models.inputs import DraftInput, PrefillInput, TreeInput
 from nextn.models.parallel import (
     Linear,
@@ -31,6 +38,9 @@ from nextn.models.parallel import (
     row_parallel,
 )
 from nextn.models.specs import TensorSpec
+
+if TYPE_CHECKING:
+    from nextn.kernels.prefill import PrefillTiles
 
 LATENT_NORM_EPS = 1e-6
 """Of q_a_layernorm and kv_a_layernorm: the models' own code leaves it at this default and applies
@@ -54,45 +64,40 @@ class Rotary:
         else:
             frequencies = plain_frequencies(dim, rope.theta)
         multiplier = yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
-        self.interleave = rope.interleave
-        self.cos, self.sin = rope_table(
+        cos, sin = rope_table(
             frequencies, multiplier, max_positions, dtype=place.dtype, device=place.device
         )  # [max_positions, rope / 2]
-
-    def rows(self, positions: Tensor) -> RotaryRows:
-        """Factors at positions [...], flattened to N tokens."""
-        cos, sin = rope_rows(self.cos, self.sin, positions.flatten(), interleave=self.interleave)
-        return RotaryRows(cos, sin, self.interleave)
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryRows:
-    """Rotary factors of the N tokens of one forward pass."""
-
-    cos: Tensor  # [N, 1, rope]
-    sin: Tensor  # [N, 1, rope]
-    interleave: bool
-
-    def apply(self, x: Tensor) -> Tensor:
-        """Rotate x [N, heads, rope]."""
-        return apply_rope(x, self.cos, self.sin, interleave=self.interleave)
+        self.tables = RotaryTables(cos, sin, rope.interleave)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """A prefill's input with its rotary factors."""
+    """A prefill's input and what its layers share."""
 
     inp: PrefillInput
-    rotary: RotaryRows
+    rotary: RotaryTables
+    factors: tuple[Tensor, Tensor]  # cosines and sines of the T tokens, [T, 1, rope]
+    latents: Tensor  # [1, T, C], the layer's entries on their way to the cache
+    tiles: PrefillTiles | None  # what kernels share; None where there are none
+
+    def rotate(self, q: Tensor, nope: int) -> Tensor:
+        """Queries [T, H, nope + rope] with their last part turned to their positions."""
+        turned = apply_rope(q[..., nope:], *self.factors, interleave=self.rotary.interleave)
+        return torch.cat((q[..., :nope], turned), -1)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """A decode's input with its rotary factors and its visibility."""
+    """A decode's input and what its layers share: rotary tables, visibility, and where latents go."""
 
     inp: TreeInput | DraftInput
-    rotary: RotaryRows
-    view: TreeView
+    rotary: RotaryTables
+    positions: Tensor  # [N] int64
+    mask: Tensor  # [B, M] int64, the input's
+    slots: Tensor | None  # [N] int64, where the valid nodes' latents go; None when not to the cache
+    new: Tensor  # [B, M, C], where every node's latent goes: a part of `tail`
+    tail: Tensor  # [B, E, C], what is attended beside the prefix
+    visible: ops.Visibility
     valid: Tensor | None  # [N] bool; None when every node is known to be valid
 
     @property
@@ -106,34 +111,38 @@ class DecodePlan:
         x = x.flatten(0, 1)
         return x if self.valid is None else torch.where(self.valid.unsqueeze(-1), x, 0)
 
-    def store(self, latents: Tensor, cache_layer: Tensor) -> Tensor:
-        """Write latents [N, C] where the input says and return the tail to attend.  # [B, E, C]"""
-        inp, new = self.inp, latents.view(*self.shape, -1)
-        if isinstance(inp, DraftInput):
-            end = inp.start + self.shape[1]
-            inp.tail[:, inp.start : end] = new
-            return inp.tail[:, :end]
-        write_latents(cache_layer, inp.slots.flatten(), latents, self.valid)
-        return new
 
-
-def plan_prefill(inp: PrefillInput, rotary: Rotary) -> PrefillPlan:
-    """What a prefill's layers share."""
-    return PrefillPlan(inp, rotary.rows(inp.positions))
+def plan_prefill(inp: PrefillInput, rotary: Rotary, cache: Tensor, layer: MLA) -> PrefillPlan:
+    """What a prefill's layers share: all are of `layer`'s sizes; `cache` [L, pages, page_size, C]."""
+    tables = rotary.tables
+    factors = rope_rows(tables.cos, tables.sin, inp.positions, interleave=tables.interleave)
+    sizes = {"heads": layer.local_heads, "nope": layer.nope, "v": layer.v_dim}
+    tiles = ops.plan_prefill_attention(inp.cu_seqlens, inp.prefix_lens, cache, **sizes)
+    latents = cache.new_empty(1, inp.tokens.shape[0], cache.shape[-1])
+    return PrefillPlan(inp, tables, factors, latents, tiles)
 
 
 def plan_decode(inp: TreeInput | DraftInput, rotary: Rotary, cache: Tensor) -> DecodePlan:
-    """What a decode's layers share; `cache` [L, pages, page_size, C] gives page size and dtype."""
-    tail_len, valid = inp.tokens.shape[1], None
+    """What a decode's layers share; `cache` [L, pages, page_size, C] gives page size, width and dtype."""
+    nodes, slots, valid = inp.tokens.shape[1], None, None
     if isinstance(inp, DraftInput):
-        tail_len += inp.start
+        tail = inp.tail[:, : inp.start + nodes]
+        new = tail[:, inp.start :]
     else:
-        valid = inp.valid.flatten()
-    sizes = {"page_size": cache.shape[2], "tail_len": tail_len}
-    view = tree_view(inp.page_table, inp.prefix_lens, inp.mask, dtype=cache.dtype, **sizes)
-    if valid is not None and not valid.is_cuda and bool(valid.all()):
-        valid = None  # nothing to mask; on a GPU the question would cost a synchronisation
-    return DecodePlan(inp, rotary.rows(inp.positions), view, valid)
+        new = tail = cache.new_empty(*inp.tokens.shape, cache.shape[-1])
+        slots, valid = inp.slots.contiguous().flatten(), inp.valid.contiguous().flatten()
+        if not valid.is_cuda and bool(valid.all()):
+            valid = None  # nothing to mask; on a GPU the question would cost a synchronisation
+    visible = ops.plan_attention(
+        inp.page_table,
+        inp.prefix_lens,
+        inp.mask,
+        page_size=cache.shape[2],
+        tail_len=tail.shape[1],
+        dtype=cache.dtype,
+    )
+    positions = inp.positions.contiguous().flatten()
+    return DecodePlan(inp, rotary.tables, positions, inp.mask.contiguous(), slots, new, tail, visible, valid)
 
 
 class MLA(nn.Module):
@@ -188,41 +197,52 @@ class MLA(nn.Module):
         return self.kv_b[:, self.nope :]
 
     def prefill(self, x: Tensor, plan: PrefillPlan, cache_layer: Tensor) -> Tensor:
-        """x [T, hidden] -> [T, hidden]; writes latents to the plan's slots."""
-        inp = plan.inp
-        q_nope, q_pe, latents = self._project(x, plan.rotary)
-        write_latents(cache_layer, inp.slots, latents)
-        q = torch.cat((q_nope, q_pe), -1)
+        """x [T, hidden] -> summands [S, T, hidden]; writes latents to the plan's slots."""
+        inp, latents = plan.inp, plan.latents
+        q_in = self._latents(x, plan.rotary, inp.positions, inp.slots, None, cache_layer, latents)
+        q = self.q_proj(x if q_in is None else q_in).view(-1, self.local_heads, self.nope + self.rope_dim)
         cached = (cache_layer, inp.page_table, inp.cu_seqlens, inp.prefix_lens)
-        out = prefill_attention(q, *cached, latents, self.w_uk, self.w_uv, self.scale)  # [T, H, v]
-        return self.tp.all_reduce(self.o_proj(out.flatten(1)))
+        weights = (self.w_uk, self.w_uv, self.scale)
+        q = plan.rotate(q, self.nope)
+        out = ops.prefill_attention(q, *cached, latents[0], *weights, plan=plan.tiles)  # [T, H, v]
+        return self.tp.sum_summands(self.o_proj.summands(out.flatten(1)))
 
     def decode(self, x: Tensor, plan: DecodePlan, cache_layer: Tensor) -> Tensor:
-        """x [N, hidden] -> [N, hidden]; writes the nodes' latents to slots or to the draft's tail."""
-        inp = plan.inp
-        q_nope, q_pe, latents = self._project(x, plan.rotary)
-        tail = plan.store(latents, cache_layer)
-        absorbed = torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)  # [N, H, kv_lora]
-        q = torch.cat((absorbed, q_pe), -1).view(*plan.shape, self.local_heads, -1)
+        """x [N, hidden] -> summands [S, N, hidden]; writes the nodes' latents where the plan says."""
+        inp, positions = plan.inp, plan.positions
+        q_in = self._latents(x, plan.rotary, positions, plan.slots, plan.valid, cache_layer, plan.new)
+        heads = self.q_proj.summands(x if q_in is None else q_in)
+        q = ops.absorb_queries(heads, self.w_uk, plan.rotary, positions)  # [N, H, C]
         cached = (cache_layer, inp.page_table, inp.prefix_lens)
-        mixed = tree_attention(q, *cached, tail, inp.mask, self.scale, self.kv_lora, view=plan.view)
-        out = torch.bmm(mixed.flatten(0, 1).transpose(0, 1), self.w_uv.transpose(1, 2))  # [H, N, v]
-        return self.tp.all_reduce(self.o_proj(out.transpose(0, 1).flatten(1)))
+        out = ops.decode_attention(
+            q, *cached, plan.tail, plan.mask, self.scale, self.w_uv, plan=plan.visible
+        )  # [N, H * v]
+        return self.tp.sum_summands(self.o_proj.summands(out))
 
-    def _project(self, x: Tensor, rotary: RotaryRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries without and with position, and cache entries.  # [N, H, nope], [N, H, rope], [N, C]"""
-        down = self.down_proj(x)
-        if self.q_a_layernorm is None:
-            q_in = x
-        else:
-            q_in = self.q_a_layernorm(down[:, : self.q_lora])
-            down = down[:, self.q_lora :]
-        q = self.q_proj(q_in).view(-1, self.local_heads, self.nope + self.rope_dim)  # [N, H, nope + rope]
-        # The shared key turns like one more head.
-        turning = torch.cat((q[..., self.nope :], down[:, None, self.kv_lora :]), 1)
-        turned = rotary.apply(turning)  # [N, H + 1, rope]
-        latents = torch.cat((self.kv_a_layernorm(down[:, : self.kv_lora]), turned[:, -1]), -1)
-        return q[..., : self.nope], turned[:, :-1], latents
+    def _latents(
+        self,
+        x: Tensor,
+        rotary: RotaryTables,
+        positions: Tensor,
+        slots: Tensor | None,
+        valid: Tensor | None,
+        cache_layer: Tensor,
+        new: Tensor,
+    ) -> Tensor | None:
+        """Write x's cache entries, to `new` [B, M, C] too; the query projection's input, unless that is x."""
+        q_norm = None if self.q_a_layernorm is None else self.q_a_layernorm.weight
+        return ops.prepare_latents(
+            self.down_proj.summands(x),
+            q_norm,
+            self.kv_a_layernorm.weight,
+            LATENT_NORM_EPS,
+            rotary,
+            positions,
+            slots,
+            valid,
+            cache_layer,
+            new,
+        )
 
     def specs(self) -> Iterator[TensorSpec]:
         """This layer's attention tensors."""

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from nextn.config import ModelConfig
+from nextn.errors import CheckpointError
+from nextn.kernels import ops
 from nextn.kernels.ref.gemm import FP8, dequantize, scale_shape
-from nextn.kernels.ref.moe import ExpertWeights, routed_experts, silu_and_mul
-from nextn.kernels.ref.router import route
+from nextn.kernels.ref.moe import ExpertWeights, SharedExperts, routed_experts
 from nextn.models.parallel import (
     Placement,
     TensorModule,
@@ -22,6 +23,7 @@ from nextn.models.parallel import (
     copy_spec,
     frozen,
     row_parallel,
+    whole,
 )
 from nextn.models.specs import TensorSpec
 
@@ -39,8 +41,18 @@ class DenseMLP(TensorModule):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [N, hidden] -> this rank's summand of [N, hidden]."""
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        """x [N, hidden] -> this rank's share of [N, hidden]."""
+        return self.down_proj(ops.silu_and_mul_summands(self.gate_up_proj.summands(x), x.dtype))
+
+    def summands(self, x: Tensor) -> Tensor:
+        """x [N, hidden] -> [S, N, hidden], whose sum is this rank's share."""
+        return self.down_proj.summands(ops.silu_and_mul_summands(self.gate_up_proj.summands(x), x.dtype))
+
+    @property
+    def weights(self) -> SharedExperts:
+        """What the mixture's op takes beside the routed experts."""
+        up, down = self.gate_up_proj, self.down_proj
+        return SharedExperts(up.weight, down.weight, up.weight_scale_inv, down.weight_scale_inv)
 
     def specs(self) -> Iterator[TensorSpec]:
         """gate_proj, up_proj, down_proj."""
@@ -49,11 +61,16 @@ class DenseMLP(TensorModule):
 
 
 class Gate(nn.Module):
-    """The router, in float32 (float64 for float64 models) end to end."""
+    """The router, in float32 (float64 for float64 models) whatever its weight is stored in.
+
+    The weight keeps the model's dtype, which is the checkpoints' own; one that comes wider stays wider.
+    """
+
+    weight: nn.Parameter
 
     if TYPE_CHECKING:
 
-        def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
+        def __call__(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
 
     def __init__(self, cfg: ModelConfig, prefix: str, place: Placement) -> None:
         super().__init__()
@@ -61,18 +78,22 @@ class Gate(nn.Module):
         self.top_k, self.n_group, self.topk_group = cfg.num_experts_per_tok, cfg.n_group, cfg.topk_group
         self.scoring, self.method = cfg.scoring_func, cfg.topk_method
         self.norm_topk_prob, self.scaling = cfg.norm_topk_prob, cfg.routed_scaling_factor
-        experts, wide, device = cfg.n_routed_experts, place.wide, place.device
-        self.weight = frozen(torch.empty(experts, cfg.hidden_size, dtype=wide, device=device))
+        experts, device = cfg.n_routed_experts, place.device
+        self.weight = frozen(torch.empty(experts, cfg.hidden_size, dtype=place.dtype, device=device))
         self.e_score_correction_bias: nn.Parameter | None = None
         if cfg.topk_method == "noaux_tc":
-            self.e_score_correction_bias = frozen(torch.empty(experts, dtype=wide, device=device))
+            self.e_score_correction_bias = frozen(torch.empty(experts, dtype=place.wide, device=device))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [N, hidden] -> weights [N, k] float32 or float64, expert numbers [N, k] int64."""
-        logits = nn.functional.linear(x.to(self.weight.dtype), self.weight)
-        return route(
-            logits,
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [N, hidden] -> weights [N, k] float32 or float64, expert numbers [N, k] int64.
+
+        Tokens not `valid` [N] get weights 0 and numbers -1.
+        """
+        return ops.route_tokens(
+            x,
+            self.weight,
             self.e_score_correction_bias,
+            valid,
             scoring=self.scoring,
             method=self.method,
             top_k=self.top_k,
@@ -84,9 +105,19 @@ class Gate(nn.Module):
 
     def specs(self) -> Iterator[TensorSpec]:
         """The weight and, for noaux_tc, the correction bias."""
-        yield copy_spec(f"{self.prefix}.weight", self.weight, "gate")
+        size = (self.weight.shape[0], self.weight.shape[1])
+        yield TensorSpec(f"{self.prefix}.weight", size, "gate", self._load, whole(size))
         if self.e_score_correction_bias is not None:
             yield copy_spec(f"{self.prefix}.e_score_correction_bias", self.e_score_correction_bias, "bias")
+
+    def _load(self, weight: Tensor, scale: Tensor | None) -> None:
+        name = f"{self.prefix}.weight"
+        if scale is not None:
+            raise CheckpointError(f"{name} is stored in FP8, which is supported for linear layers only")
+        check_part(name, weight, self.weight.shape)
+        if weight.dtype.itemsize > self.weight.dtype.itemsize and self.weight.dtype == torch.bfloat16:
+            self.weight = frozen(torch.empty_like(self.weight, dtype=torch.float32))
+        self.weight.copy_(weight)
 
 
 class RoutedExperts(nn.Module):
@@ -183,15 +214,19 @@ class MoE(nn.Module):
             self.shared_experts = DenseMLP(f"{prefix}.shared_experts", cfg.hidden_size, width, place)
 
     def forward(self, x: Tensor, valid: Tensor | None, *, host: bool) -> Tensor:
-        """x [N, hidden] -> [N, hidden]; tokens not `valid` [N] run no routed expert.
+        """x [N, hidden] -> summands [S, N, hidden]; tokens not `valid` [N] run no routed expert.
 
-        `host` allows the host to read the router's choice, which suits long inputs.
+        `host` allows the host to read the router's choice, which suits long inputs on plain torch.
         """
-        weights, indices = self.gate(x)
-        out = routed_experts(x, weights, indices, self.experts.weights, valid, host=host)
-        if self.shared_experts is not None:
-            out = out + self.shared_experts(x)
-        return self.tp.all_reduce(out)
+        weights, indices = self.gate(x, valid)
+        experts, shared = self.experts.weights, self.shared_experts
+        if ops.has_kernels(x):
+            extra = None if shared is None else shared.weights
+            return self.tp.sum_summands(ops.moe_summands(x, weights, indices, experts, extra))
+        out = routed_experts(x, weights, indices, experts, valid, host=host)
+        if shared is not None:
+            out = out + shared(x)
+        return self.tp.sum_summands(out.unsqueeze(0))
 
     def specs(self) -> Iterator[TensorSpec]:
         """Router, experts, shared expert."""

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from nextn.config import ModelConfig
+from nextn.kernels import ops
 from nextn.kernels.comm import SINGLE, TensorParallel
-from nextn.models.deepseek import Block, DeepseekModel
+from nextn.models.deepseek import Block, DeepseekModel, States
 from nextn.models.inputs import DraftInput, PrefillInput, TreeInput
 from nextn.models.mla import plan_decode, plan_prefill
 from nextn.models.parallel import Placement, RMSNorm, replicated
@@ -24,7 +25,7 @@ class NextN(nn.Module):
     """One decoder layer behind eh_proj; shares the target's embedding, head and rotary tables.
 
     cfg names the checkpoint that holds the layer (the target's own or an exported draft); in the cache the
-    layer is always the one after the target's. States come back before shared_head.norm.
+    layer is always the one after the target's. States come back before and after shared_head.norm.
     """
 
     def __init__(
@@ -50,26 +51,33 @@ class NextN(nn.Module):
         self.block = Block(cfg, prefix, moe=cfg.is_moe(cfg.num_hidden_layers), place=place)
         self.norm = RMSNorm(f"{prefix}.shared_head.norm", size, eps, place)
 
-    def prefill(self, inp: PrefillInput, hidden: Tensor, cache: Tensor) -> Tensor:
-        """States of every row before shared_head.norm; writes latents to inp.slots.  # [T, hidden]
+    def prefill(self, inp: PrefillInput, hidden: Tensor, cache: Tensor) -> States:
+        """States of every row, [T, hidden], before and after shared_head.norm; writes latents to inp.slots.
 
         inp.tokens are t_{i+1}, inp.positions i and hidden [T, hidden] the target's h_i.
         """
-        plan = plan_prefill(inp, self.rotary)
-        return self.block.prefill(self._combine(inp.tokens, hidden), plan, cache[self.cache_layer])
+        plan = plan_prefill(inp, self.rotary, cache, self.block.self_attn)
+        layer = cache[self.cache_layer]
+        return States(
+            *self.norm.add(*self.block.prefill(None, self._combine(inp.tokens, hidden), plan, layer))
+        )
 
-    def decode(self, inp: TreeInput | DraftInput, hidden: Tensor, cache: Tensor) -> Tensor:
-        """States of every node before shared_head.norm.  # [B, M, hidden]
+    def decode(self, inp: TreeInput | DraftInput, hidden: Tensor, cache: Tensor) -> States:
+        """States of every node, [B, M, hidden], before and after shared_head.norm.
 
         hidden [B, M, hidden] is the target's state (extension) or the parent's recycled state (drafting).
         """
         plan = plan_decode(inp, self.rotary, cache)
-        x = self._combine(inp.tokens.flatten(), plan.clean(hidden))
-        return self.block.decode(x, plan, cache[self.cache_layer]).view(*plan.shape, -1)
+        update = self._combine(inp.tokens.flatten(), plan.clean(hidden))
+        x, update = self.block.decode(None, update, plan, cache[self.cache_layer])
+        return States(*self.norm.add(x, update, plan.valid)).view(plan.shape)
 
     def _combine(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """eh_proj of [enorm(embedding), hnorm(hidden)].  # [N], [N, hidden] -> [N, hidden]"""
-        return self.eh_proj(torch.cat((self.enorm(self.embed(tokens)), self.hnorm(hidden)), -1))
+        """eh_proj of [enorm(embedding), hnorm(hidden)].  # [N], [N, hidden] -> summands [S, N, hidden]"""
+        joined = ops.join_norms(
+            self.embed(tokens), hidden, self.enorm.weight, self.hnorm.weight, self.enorm.eps
+        )
+        return self.eh_proj.summands(joined)
 
     def final_norm(self, g: Tensor) -> Tensor:
         """shared_head.norm over g [..., hidden]; what drafting recycles, and what the target's head reads."""

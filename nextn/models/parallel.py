@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nextn.errors import CheckpointError, ConfigError
+from nextn.kernels import ops
 from nextn.kernels.comm import SINGLE, TensorParallel
 from nextn.kernels.ref.dtypes import accumulation_dtype
-from nextn.kernels.ref.gemm import FP8, Block, dequantize, linear, scale_shape
-from nextn.kernels.ref.norm import rms_norm
+from nextn.kernels.ref.gemm import FP8, Block, dequantize, scale_shape
 from nextn.models.specs import Kind, TensorSpec
 
 
@@ -95,7 +95,19 @@ class RMSNorm(TensorModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same shape and dtype."""
-        return rms_norm(x, self.weight, self.eps)
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    def add(
+        self, residual: Tensor | None, summands: Tensor | None, valid: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream [N, size] after adding summands [S, N, size], and its norm.
+
+        Either may be None; tokens not `valid` [N] get nothing added.
+        """
+        if summands is None:
+            assert residual is not None
+            return residual, self(residual)
+        return ops.add_norm(residual, summands, self.weight, self.eps, valid)
 
     def specs(self) -> Iterator[TensorSpec]:
         """The one weight."""
@@ -163,7 +175,11 @@ class Linear(TensorModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., rows]."""
-        return linear(x, self.weight, self.weight_scale_inv, self.place.block)
+        return ops.linear(x, self.weight, self.weight_scale_inv, self.place.block)
+
+    def summands(self, x: Tensor) -> Tensor:
+        """x [N, in] -> [S, N, rows], whose sum over S is the product: what a kernel that sums them takes."""
+        return ops.linear_summands(x, self.weight, self.weight_scale_inv, self.place.block)
 
     def specs(self) -> Iterator[TensorSpec]:
         """One spec a part."""
@@ -245,7 +261,8 @@ class VocabHead(TensorModule):
 
     def forward(self, h: Tensor) -> Tensor:
         """h [..., hidden] -> logits [..., vocab], float32 or float64, of the whole vocabulary."""
-        return self.tp.all_gather(self.proj(h).to(self.wide), -1)
+        local = ops.linear(h, self.proj.weight, None, self.proj.place.block, out_dtype=self.wide)
+        return self.tp.all_gather(local, -1)
 
     def specs(self) -> Iterator[TensorSpec]:
         """The one weight."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nextn.kernels.ref.tree_ops import accept_walk
+from nextn.kernels.ops import accept_path
 from nextn.tree.tree import DraftTree
 
 
@@ -36,8 +36,8 @@ def accept(tree: DraftTree, target_tokens: Tensor, width: int) -> Accepted:
     target_tokens [B, D] int64: the target's token after each node. `width` W is the most tokens to emit,
     min(S, D-1) + 1 for a whole tree.
     """
-    path, length = accept_walk(tree.tokens, tree.parents, target_tokens, width)
-    return Accepted(path=path, length=length, tokens=target_tokens.gather(1, path))
+    path, length, tokens = accept_path(tree.tokens, tree.parents, target_tokens, width)
+    return Accepted(path=path, length=length, tokens=tokens)
 
 
 def simulated(tree: DraftTree, length: Tensor, target_tokens: Tensor, width: int) -> Accepted:

@@ -36,9 +36,9 @@ def _fresh(
         steps = torch.arange(n)
         return PrefillInput(part, steps, steps, torch.zeros(1, 1, dtype=torch.int64), (0, n), (0,))
 
-    hidden = models.target.prefill(inputs(ids[:-1]), cache)
+    hidden = models.target.prefill(inputs(ids[:-1]), cache).hidden
     states = models.target.final_norm(hidden) if post_norm else hidden
-    output = models.nextn.prefill(inputs(ids[1:]), states, cache)
+    output = models.nextn.prefill(inputs(ids[1:]), states, cache).hidden
     logits = models.target.logits(models.nextn.final_norm(output[-1]))
     return cache[:-1, 0], cache[-1, 0], logits
 

@@ -53,10 +53,10 @@ def _chain_value(engine: Engine, entry: Running, path: list[int]) -> torch.Tenso
     noise = level_noise(sampling, state.n[entry.row : entry.row + 1] + 1, len(path), 40, torch.float64)
     assert models.nextn is not None
     tokens = entry.request.prompt_tokens + entry.request.output_tokens
-    states = models.target.final_norm(models.target.prefill(*_fresh(engine, tokens[:-1])))
+    states = models.target.final_norm(models.target.prefill(*_fresh(engine, tokens[:-1])).hidden)
     total, pairs = torch.zeros((), dtype=torch.float64), tokens[1:]
     for depth, token in enumerate(path):
-        last = models.nextn.final_norm(models.nextn.prefill(*_fresh(engine, pairs, states))[-1])
+        last = models.nextn.final_norm(models.nextn.prefill(*_fresh(engine, pairs, states)).hidden[-1])
         above = torch.tensor(path[:depth], dtype=torch.int64).view(1, 1, depth)
         logp = process_logits(models.target.logits(last).view(1, 1, -1), sampling, above, above >= 0)
         total = total + (logp + noise[:, depth]).log_softmax(-1)[0, 0, token]

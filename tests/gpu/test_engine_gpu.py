@@ -67,7 +67,7 @@ def test_a_decode_step_asks_the_host_nothing_until_its_result_is_read() -> None:
     from nextn.engine.step import plain_step, spec_step
 
     worker = engine.worker
-    batch = worker._batch(engine.scheduler.running, engine.spec)
+    batch = worker._batch(engine.scheduler.running)
     with torch.inference_mode():
         spec_step(worker.models, worker.state, batch, SpecConfig(3, 2, 5), worker.options)
         torch.cuda.synchronize()

@@ -278,7 +278,7 @@ def signed(bits: int) -> int:
 
 def prefill(tiny: Tiny, pool: Pool, chunks: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
     """Target states of new tokens, before the final norm."""
-    return tiny.target.prefill(pool.prefill_input(chunks, starts), pool.cache)
+    return tiny.target.prefill(pool.prefill_input(chunks, starts), pool.cache).hidden
 
 
 def random_tokens(tiny: Tiny, count: int) -> list[int]:

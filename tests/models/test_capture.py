@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nextn.kernels.ref import kv_cache as ref_kv_cache
-from nextn.models import mla
 from nextn.models.inputs import DraftInput
 from tests.compare import assert_close
 from tests.models.build import Tiny, Tree, build, prefill, random_tokens, small_dict
@@ -35,7 +33,6 @@ class NoHostReads(TorchDispatchMode):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the branches that CUDA tensors take, with the plain-torch twins of kernels."""
-    monkeypatch.setattr(mla, "write_latents", ref_kv_cache.write_latents)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
 
 
@@ -64,16 +61,16 @@ def test_a_gpus_decode_reads_nothing_on_the_host(keep_fp8: bool, request: pytest
     """Its branches give the CPU's numbers for valid nodes, the same cache, and finite padding."""
     tiny = build(small_dict(num_nextn_predict_layers=1), dtype=torch.float64, keep_fp8=keep_fp8)
     inp, cache = tree_case(tiny)
-    expected, expected_cache = tiny.target.decode(inp, cache), cache
+    expected, expected_cache = tiny.target.decode(inp, cache).hidden, cache
     level, parents, draft_cache = draft_case(tiny)
-    expected_draft = tiny.draft.decode(level, parents, draft_cache)
+    expected_draft = tiny.draft.decode(level, parents, draft_cache).hidden
     inp, cache = tree_case(tiny)
     level.tail.fill_(float("nan"))
     request.getfixturevalue("as_on_a_gpu")
     with NoHostReads():
-        actual = tiny.target.decode(inp, cache)
+        actual = tiny.target.decode(inp, cache).hidden
         logits = tiny.logits(actual)
-        draft = tiny.draft.decode(level, parents, draft_cache)
+        draft = tiny.draft.decode(level, parents, draft_cache).hidden
     request.getfixturevalue("monkeypatch").undo()
     assert logits.isfinite().all()
     assert_close(actual[inp.valid], expected[inp.valid], "fp64")

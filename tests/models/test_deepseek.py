@@ -67,7 +67,7 @@ def plain_states(tiny: Tiny, tokens: list[int]) -> Tensor:
 
 def decode(tiny: Tiny, pool: Pool, trees: list[Tree], starts: list[int]) -> Tensor:
     """States of trees on top of cached prefixes.  # [B, M, hidden]"""
-    return tiny.target.decode(pool.tree_input(trees, starts), pool.cache)
+    return tiny.target.decode(pool.tree_input(trees, starts), pool.cache).hidden
 
 
 @settings(max_examples=25)
@@ -167,7 +167,7 @@ def test_a_decode_of_padding_alone_writes_nothing(small: Tiny) -> None:
     before = pool.cache.clone()
     inp = pool.tree_input([Tree.chain([1, 2, 3])], [0])
     inp.valid.fill_(False)
-    assert small.target.decode(inp, pool.cache).isfinite().all()
+    assert small.target.decode(inp, pool.cache).hidden.isfinite().all()
     assert_close(pool.cache, before, "bitwise")
 
 
@@ -178,14 +178,14 @@ def test_invalid_nodes_read_no_expert() -> None:
     gates[0].register_forward_hook(lambda _module, _inputs, output: choices.append(output[1]))
     inp = tiny.pool().tree_input([Tree([1, 2, 3, 4], [-1, 0, 0, 1]), Tree([5], [-1])], [0, 0])
     inp.valid[0] = False
-    expected = tiny.target.decode(inp, tiny.pool().cache)
+    expected = tiny.target.decode(inp, tiny.pool().cache).hidden
     idle = torch.ones(tiny.cfg.n_routed_experts, dtype=torch.bool)
     idle[choices[0][inp.valid.flatten()].unique()] = False
     assert idle[choices[0]].any()
     for module in tiny.target.modules():
         if isinstance(module, RoutedExperts):
             module.w13[idle], module.w2[idle] = float("nan"), float("nan")
-    assert_close(tiny.target.decode(inp, tiny.pool().cache), expected, "fp64")
+    assert_close(tiny.target.decode(inp, tiny.pool().cache).hidden, expected, "fp64")
 
 
 def test_only_valid_nodes_are_written(small: Tiny) -> None:

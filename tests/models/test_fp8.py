@@ -34,7 +34,7 @@ def test_kept_fp8_computes_what_dequantised_weights_do(dtype: torch.dtype) -> No
         tiny = build(tiny_dict(num_hidden_layers=2), dtype=dtype, keep_fp8=keep, state=weights, scales=scales)
         pool = tiny.pool()
         hidden = prefill(tiny, pool, [tokens[:5]], [0])
-        tree = tiny.target.decode(pool.tree_input([Tree.chain(tokens[5:])], [5]), pool.cache)
+        tree = tiny.target.decode(pool.tree_input([Tree.chain(tokens[5:])], [5]), pool.cache).hidden
         kinds = {name.split(".")[-1] for name, p in tiny.target.named_parameters() if p.dtype == FP8}
         assert kinds == ({"weight", "w13", "w2"} if keep else set())
         outputs.append(torch.cat((hidden, tree[0])))

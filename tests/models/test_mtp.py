@@ -32,7 +32,7 @@ def draft_prefill(tiny: Tiny, pool: Pool, tokens: list[int], root: int) -> Tenso
     """Run target and draft over a prompt; the draft's recycled states of every row.  # [n, hidden]"""
     hidden = tiny.target.final_norm(prefill(tiny, pool, [tokens], [0]))
     inp = pool.prefill_input([[*tokens[1:], root]], [0])
-    return tiny.draft.final_norm(tiny.draft.prefill(inp, hidden, pool.cache))
+    return tiny.draft.final_norm(tiny.draft.prefill(inp, hidden, pool.cache).hidden)
 
 
 def empty_tail(tiny: Tiny, rows: int, entries: int) -> Tensor:
@@ -61,7 +61,7 @@ def draft_level(
         prefix_lens=torch.tensor([prefix]),
         page_table=pool.table(),
     )
-    return tiny.draft.final_norm(tiny.draft.decode(inp, hidden[None], pool.cache))[0]
+    return tiny.draft.final_norm(tiny.draft.decode(inp, hidden[None], pool.cache).hidden)[0]
 
 
 @pytest.mark.parametrize(
@@ -139,12 +139,12 @@ def test_extension_after_verification_is_prefill(small: Tiny) -> None:
     given = torch.full((2, 4, small.cfg.hidden_size), float("nan"), dtype=small.dtype)
     for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
         given[row, : end - start] = hidden[row][start:end]
-    out = small.draft.decode(inp, given, pool.cache)
+    out = small.draft.decode(inp, given, pool.cache).hidden
     assert out.isfinite().all()
     for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
         whole = small.pool()
         pairs = whole.prefill_input([rows[row][1 : end + 1]], [0])
-        expected = small.draft.prefill(pairs, hidden[row][:end], whole.cache)
+        expected = small.draft.prefill(pairs, hidden[row][:end], whole.cache).hidden
         assert_close(out[row, : end - start], expected[start:], "fp64", what=f"row {row}")
         layer = small.cfg.num_hidden_layers
         slots = torch.tensor(pool.slots(row, range(end))), torch.tensor(whole.slots(0, range(end)))
@@ -187,6 +187,6 @@ def test_an_exported_draft_computes_the_same(small: Tiny) -> None:
     tokens, pool, other = random_tokens(small, 8), small.pool(), small.pool()
     expected = draft_prefill(small, pool, tokens, 2)
     hidden = small.target.final_norm(prefill(small, other, [tokens], [0]))
-    out = exported.prefill(other.prefill_input([[*tokens[1:], 2]], [0]), hidden, other.cache)
+    out = exported.prefill(other.prefill_input([[*tokens[1:], 2]], [0]), hidden, other.cache).hidden
     assert_close(exported.final_norm(out), expected, "bitwise")
     assert_close(other.cache, pool.cache, "bitwise")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nextn.config import ModelConfig, yarn_mscale
+from nextn.kernels.ref.rope import RotaryTables, rope_rows
 from nextn.models.mla import Rotary
 from nextn.models.parallel import Placement
 from tests.models.build import CPU, tiny_dict
@@ -18,10 +19,10 @@ V3 = {
 }  # fmt: skip
 
 
-def rotary(scaling: dict[str, Any] | None, **changes: Any) -> Rotary:
+def rotary(scaling: dict[str, Any] | None, **changes: Any) -> RotaryTables:
     """Float64 tables of 4 positions and V3's 64 rotary dimensions."""
     config = tiny_dict(rope_scaling=scaling, qk_rope_head_dim=64, **changes)
-    return Rotary(ModelConfig.from_dict(config), 4, Placement(torch.float64, CPU))
+    return Rotary(ModelConfig.from_dict(config), 4, Placement(torch.float64, CPU)).tables
 
 
 def test_v3_turns_with_multiplier_one() -> None:
@@ -59,7 +60,8 @@ def test_without_scaling_it_is_plain_rope() -> None:
 
 def test_half_split_layout_is_read_from_the_config() -> None:
     """rope_interleave false reaches the rows that layers use."""
-    rows = rotary(None, rope_interleave=False).rows(torch.tensor([[1, 2]]))
-    assert not rows.interleave
-    assert rows.cos.shape == rows.sin.shape == (2, 1, 64)
-    assert torch.equal(rows.cos[..., :32], rows.cos[..., 32:])
+    table = rotary(None, rope_interleave=False)
+    assert not table.interleave
+    cos, sin = rope_rows(*table[:2], torch.tensor([1, 2]), interleave=table.interleave)
+    assert cos.shape == sin.shape == (2, 1, 64)
+    assert torch.equal(cos[..., :32], cos[..., 32:])

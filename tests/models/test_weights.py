@@ -489,8 +489,8 @@ def test_fp8_kept_computes_what_dequantised_weights_compute(small: Path) -> None
         tokens = torch.arange(5)
         inp = PrefillInput(tokens, tokens, tokens, torch.zeros(1, 1, dtype=torch.int64), (0, 5), (0,))
         cache = torch.zeros(3, 1, 8, models.cfg.latent_dim)
-        hidden = models.target.prefill(inp, cache)
-        results.append((hidden, models.nextn.prefill(inp, models.target.final_norm(hidden), cache)))
+        hidden = models.target.prefill(inp, cache).hidden
+        results.append((hidden, models.nextn.prefill(inp, models.target.final_norm(hidden), cache).hidden))
     for dequantised, kept in zip(*results, strict=True):
         assert_close(kept, dequantised, "fp32-logits")
         assert dequantised.std() > 0.1
@@ -694,7 +694,7 @@ def test_dummy_activations_stay_of_order_one_and_reach_all_experts() -> None:
         tokens, torch.arange(64), torch.arange(64), torch.zeros(1, 1, dtype=torch.int64), (0, 64), (0,)
     )
     assert 0.9 < float(models.target.embed(tokens).std()) < 1.1
-    hidden = models.target.prefill(inp, torch.zeros(5, 1, 64, models.cfg.latent_dim))
+    hidden = models.target.prefill(inp, torch.zeros(5, 1, 64, models.cfg.latent_dim)).hidden
     assert 0.5 < float(hidden.std()) < 10
     logits = models.target.logits(models.target.final_norm(hidden))
     assert 0.3 < float(logits.std()) < 3

@@ -54,10 +54,10 @@ def _run(name: str, tiny: Tiny) -> dict[str, Tensor]:
     out = {f"{name} prefill": tiny.logits(hidden)}
     if tiny.nextn is not None:
         inp = pool.prefill_input([[*TOKENS[1:], 4]], [0])
-        state = tiny.draft.prefill(inp, tiny.target.final_norm(hidden), pool.cache)
+        state = tiny.draft.prefill(inp, tiny.target.final_norm(hidden), pool.cache).hidden
         out[f"{name} draft"] = tiny.draft_logits(state)
     tree = Tree([4, 8, 9, 10], [-1, 0, 0, 2])
-    node = tiny.target.decode(pool.tree_input([tree], [len(TOKENS)]), pool.cache)
+    node = tiny.target.decode(pool.tree_input([tree], [len(TOKENS)]), pool.cache).hidden
     return out | {f"{name} decode": tiny.logits(node)}
 
 

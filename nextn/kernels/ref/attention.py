@@ -100,6 +100,37 @@ def tree_attention(
     return out.view(rows, nodes, heads, kv_lora_rank).to(q.dtype)
 
 
+def decode_attention(
+    q: Tensor,
+    cache_layer: Tensor,
+    page_table: Tensor,
+    prefix_lens: Tensor,
+    tail: Tensor,
+    mask: Tensor,
+    scale: float,
+    w_uv: Tensor,
+    *,
+    plan: TreeView | None = None,
+    config: object = None,
+) -> Tensor:
+    """Absorbed attention of q [B * M, H, C] to prefix and tail, up-projected by w_uv.  # [B * M, H * v]
+
+    cache_layer [pages, page_size, C], page_table [B, P] int64, prefix_lens [B] int64, tail [B, E, C], mask
+    [B, M] int64 with at least one bit below E a node, w_uv [H, v, kv_lora]; C = kv_lora + rope. Cache entries
+    beyond a prefix may hold NaN. `plan` is what `tree_view` returned for the same arguments, to share between
+    layers; `config` is the kernel's affair. A head's values are rounded to q's dtype before w_uv.
+    """
+    rows, nodes = mask.shape
+    queries = q.view(rows, nodes, *q.shape[1:])
+    kv_lora = w_uv.shape[2]
+    latents = tree_attention(
+        queries, cache_layer, page_table, prefix_lens, tail, mask, scale, kv_lora, view=plan
+    )
+    latents = latents.view(rows * nodes, -1, kv_lora).transpose(0, 1)  # [H, N, kv_lora]
+    values = torch.bmm(latents, w_uv.transpose(1, 2))  # [H, N, v]
+    return values.transpose(0, 1).reshape(rows * nodes, -1)
+
+
 class _RunningSoftmax(NamedTuple):
     """The keys so far: their largest score, sum of exponentials and weighted values."""
 

@@ -30,8 +30,25 @@ def dequantize(weight: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) 
     return weight.to(work).mul_(wide).to(dtype)
 
 
-def linear(x: Tensor, weight: Tensor, scale: Tensor | None, block: Block) -> Tensor:
-    """x [..., in] times weight [out, in] transposed; an FP8 weight comes with its scales.  # [..., out]"""
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    block: Block = (128, 128),
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x [..., in] times weight [out, in] transposed; an FP8 weight comes with its scales.  # [..., out]
+
+    The weight is dequantised to x's dtype. Products and sum are taken in `out_dtype` where it is given.
+    """
     if scale is not None:
         weight = dequantize(weight, scale, block, x.dtype)
+    if out_dtype is not None and out_dtype != x.dtype:
+        return F.linear(x.to(out_dtype), weight.to(out_dtype))
     return F.linear(x, weight)
+
+
+def linear_summands(x: Tensor, weight: Tensor, scale: Tensor | None, block: Block) -> Tensor:
+    """`linear` as one summand, in x's dtype: kernels that split the sum return several.  # [1, ..., out]"""
+    return linear(x, weight, scale, block)[None]

@@ -38,6 +38,28 @@ class ExpertWeights(NamedTuple):
         return w13, w2
 
 
+class SharedExperts(NamedTuple):
+    """Fused weights of the experts that every token runs, as one network of width Is."""
+
+    w13: Tensor  # [2Is, H], gate rows, then up rows
+    w2: Tensor  # [H, Is]
+    scale13: Tensor | None  # as ExpertWeights', with the same block
+    scale2: Tensor | None
+
+    def parts(self, experts: ExpertWeights) -> int:
+        """Into how many networks of the routed experts' width these split; 1 where that does not work out.
+
+        A part of FP8 columns must not start inside of a block.
+        """
+        width, total = experts.w2.shape[-1], self.w2.shape[-1]
+        whole_blocks = self.scale2 is None or width % experts.block[1] == 0
+        return total // width if total % width == 0 and whole_blocks else 1
+
+
+SUMMANDS_IN_FULL = 256
+"""Tokens up to which summands keep the accumulation's dtype; longer inputs halve the memory instead."""
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """silu of the first half of the last dimension times the second half.  # [..., 2I] -> [..., I]"""
     gate, up = x.chunk(2, -1)
@@ -57,6 +79,41 @@ def routed_experts(
     if host or not x.is_cuda:
         return loop_over_experts(x, weights, indices, experts, valid)
     return gather_experts(x, weights, indices, experts, valid)
+
+
+def moe_summands(
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    experts: ExpertWeights,
+    shared: SharedExperts | None,
+    *,
+    config: object = None,
+) -> Tensor:
+    """Every token's experts one by one.  # [k + parts, N, H], float32 (float64 for float64 x)
+
+    x [N, H], weights [N, k], indices [N, k] int64, distinct in a row. Summand j < k is weights[:, j] times
+    the expert's output, undefined (here 0) where indices is -1; the last `shared.parts` are the shared
+    experts' parts. More than `SUMMANDS_IN_FULL` tokens give x's dtype. `config` is for the kernel.
+    """
+    top_k, wide = indices.shape[-1], accumulation_dtype(x.dtype)
+    shares = [] if shared is None else _shared_summands(x, shared, shared.parts(experts), experts.block)
+    out = x.new_zeros(top_k + len(shares), *x.shape, dtype=wide)
+    for j, numbers in enumerate(indices.unbind(1)):
+        for number in numbers.unique().tolist():
+            if number >= 0:
+                rows = numbers == number
+                out[j, rows] = weights[rows, j, None].to(wide) * _run_experts((x[rows],), [number], experts)
+    for part, share in enumerate(shares):
+        out[top_k + part] = share
+    return out if x.shape[0] <= SUMMANDS_IN_FULL else out.to(x.dtype)
+
+
+def _shared_summands(x: Tensor, shared: SharedExperts, parts: int, block: Block) -> list[Tensor]:
+    """The shared experts' output in parts, each from as many of the intermediate columns."""
+    hidden = silu_and_mul(linear(x, shared.w13, shared.scale13, block))
+    w2 = shared.w2 if shared.scale2 is None else dequantize(shared.w2, shared.scale2, block, x.dtype)
+    return [F.linear(h, w) for h, w in zip(hidden.chunk(parts, 1), w2.chunk(parts, 1), strict=True)]
 
 
 def loop_over_experts(

@@ -6,11 +6,20 @@ Frequencies and tables are made in float64 and rounded once, so that late positi
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nextn.kernels.ref.dtypes import accumulation_dtype
+
+
+class RotaryTables(NamedTuple):
+    """One model's factors by position, and how it pairs elements; what kernels that rotate take."""
+
+    cos: Tensor  # [max_positions, rope / 2] float32, or float64 for float64
+    sin: Tensor  # [max_positions, rope / 2]
+    interleave: bool  # pairs are neighbours, else (i, i + rope / 2)
 
 
 def plain_frequencies(dim: int, theta: float) -> Tensor:

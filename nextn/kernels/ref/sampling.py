@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from nextn.kernels.ref.tree_ops import log_values, top_children
+
 WORD = 0xFFFFFFFF  # words of 32 bits, held in int64
 ROUNDS = 10
 # The Philox multipliers less 2^32, so that word * multiplier fits int64 (see `_multiply`).
@@ -139,6 +141,43 @@ def child_values(scores: Tensor, logp: Tensor, batch: SamplingBatch, tau: float 
     return torch.where(_per_row(batch.temperature) > 0, coupled, logp)
 
 
+def best_children(
+    logits: Tensor,
+    batch: SamplingBatch,
+    noise: Tensor | None,
+    k: int,
+    tau: float = 1.0,
+    path: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k best next tokens of each draft node and their values: tokens [B, M, k] int64, values [B, M, k].
+
+    logits [B, M, V]; noise [B, 1, V or 1] of the position that they are chosen for, None ranks by the
+    distribution alone; path: what `process_logits` counts below the root, needed with penalties. Values are
+    log-probabilities (see `child_values`), -inf where the model computed nothing.
+    """
+    logp = process_logits(logits, batch, *_path(logits, batch, path))
+    scores = logp if noise is None else logp + noise
+    values = logp if noise is None else child_values(scores, logp, batch, tau)
+    tokens, chosen = top_children(scores, values, k)
+    return tokens, log_values(chosen)
+
+
+def pick_tokens(
+    logits: Tensor,
+    batch: SamplingBatch,
+    noise: Tensor,
+    level: Tensor,
+    path: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """The token of each node [B, M] int64, `NO_TOKEN` where it has no finite logit; ties to the lower id.
+
+    logits [B, M, V]; noise [B, levels, V or 1] from `level_noise`, of which node m takes noise[row,
+    level[row, m]]; level [B, M] int64 (a tree's depth); path as in `best_children`.
+    """
+    logp = process_logits(logits, batch, *_path(logits, batch, path))
+    return pick(add_noise(logp, noise, level))
+
+
 def gumbel_noise(seed: Tensor, position: Tensor, choice: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
     """Standard Gumbel noise, [N, vocab], a function of its own row's (seed, position, choice) and the id.
 
@@ -183,6 +222,15 @@ def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
     """
     product = word * multiplier
     return (product >> 32) + word, product & WORD
+
+
+def _path(logits: Tensor, batch: SamplingBatch, path: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """`path`, or an empty one where nobody counts it."""
+    if path is not None:
+        return path
+    assert not batch.any_penalty, "penalties count each node's path"
+    nothing = logits.new_zeros(*logits.shape[:2], 0, dtype=torch.int64)
+    return nothing, nothing.bool()
 
 
 def _per_row(parameter: Tensor) -> Tensor:

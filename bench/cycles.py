@@ -1,0 +1,224 @@
+"""The speed of decode steps on one model: every case of the target table, checked first, beside its target.
+
+`python -m bench.cycles MODEL --load-format dummy [--match TEXT] [--jsonl FILE] [--baseline FILE]` loads the
+model once. Before anything is timed, captured steps must bring the same tokens as steps launched op by op; if
+they do not, no figure is printed and the exit status is 1. Acceptance is simulated: the weights are random.
+Token modes: `fixed` writes one id for every accepted token, so rows share experts; `real` keeps the draft's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from nextn.config import SpecConfig
+from nextn.engine.bench import (
+    FIXED_TOKEN,
+    BatchRun,
+    distinct_experts,
+    environment,
+    simulated_lengths,
+    spare_tokens,
+)
+from nextn.engine.engine import Engine
+from nextn.engine.flags import add_engine_flags, engine_config
+from nextn.engine.llm import resolve_model
+from nextn.errors import NextnError
+
+logger = logging.getLogger(__name__)
+
+ACCEPT_LENGTH = 2.5
+CHECKED_CYCLES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the table; the targets are in ms a step on one H200 (docs/log.md says whose they are)."""
+
+    context: int
+    batch: int
+    spec: str  # "2/4/4", or "plain"
+    tokens: str  # "real" or "fixed"
+    must: float | None = None
+    goal: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What the row is called; also its key in a baseline."""
+        return f"{self.spec} bs {self.batch} ctx {self.context} {self.tokens}"
+
+
+CASES = (
+    Case(1024, 1, "plain", "real", 6.0, 3.8),
+    Case(1024, 1, "2/4/4", "real", 7.8, 5.0),
+    Case(1024, 1, "3/1/4", "real", 7.8, 5.0),
+    Case(1024, 8, "2/4/4", "fixed", 11.2, 8.0),
+    Case(1024, 8, "2/4/4", "real"),
+    Case(1024, 8, "3/1/4", "fixed"),
+    Case(12288, 1, "plain", "real"),
+    Case(12288, 1, "2/4/4", "real", 8.8, 5.5),
+    Case(12288, 1, "3/1/4", "real"),
+    Case(12288, 16, "plain", "real", 20.2, 14.0),
+    Case(12288, 16, "plain", "fixed"),
+    Case(12288, 16, "2/4/4", "fixed", 23.7, 17.0),
+    Case(12288, 16, "2/4/4", "real"),
+    Case(12288, 16, "3/1/4", "fixed"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; exit status 1 when the check fails, 2 with a sentence on a wrong flag."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    args = _parser().parse_args(argv)
+    cases = [case for case in CASES if args.match in case.name]
+    try:
+        engine = _engine(args, cases)
+        results = run_cases(engine, cases, args)
+    except NextnError as error:
+        print(f"bench.cycles: {error}", file=sys.stderr)
+        return 2
+    if not results:
+        return 1
+    baseline = _read_baseline(args.baseline) if args.baseline else {}
+    for case, result in zip(cases, results, strict=True):
+        print(line(case, result, baseline.get(case.name)))
+    if args.jsonl:
+        args.jsonl.parent.mkdir(parents=True, exist_ok=True)
+        args.jsonl.write_text("".join(json.dumps(result) + "\n" for result in results))
+    return 0
+
+
+def run_cases(
+    engine: Engine, cases: Sequence[Case], args: argparse.Namespace
+) -> list[dict[str, object]] | None:
+    """Measure every case; None when captured and plain launches disagree, because no figure counts then."""
+    results: dict[str, dict[str, object]] = {}
+    for context, batch in sorted({(case.context, case.batch) for case in cases}):
+        group = [case for case in cases if (case.context, case.batch) == (context, batch)]
+        if not results and not captured_steps_agree(engine, context, batch):
+            return None
+        started = time.perf_counter()
+        room = (args.output_len + 2 * spare_tokens(SpecConfig(3, 1, 4))) * len(group)
+        run = BatchRun(engine, prompts(engine, context, batch, args.seed), room, 0.0)
+        logger.info("ctx %d, batch %d: prefilled in %.1f s", context, batch, time.perf_counter() - started)
+        for case in group:
+            results[case.name] = measure(engine, run, case, args)
+            print(line(case, results[case.name], None), file=sys.stderr, flush=True)
+        run.close()
+    return [results[case.name] for case in cases]
+
+
+def captured_steps_agree(engine: Engine, context: int, batch: int) -> bool:
+    """Whether a few cycles bring the same tokens as graphs and op by op, with the tree and without."""
+    if not engine.worker.runs_ahead:
+        return True
+    for spec in (engine.spec, None):
+        brought = []
+        for eager in (False, True):
+            run = BatchRun(engine, prompts(engine, min(context, 256), batch, seed=1), 64, 0.0)
+            brought.append([run.step(spec, eager=eager) for _ in range(CHECKED_CYCLES)])
+            run.close()
+        if brought[0] != brought[1]:
+            print(f"captured steps and single launches disagree ({spec or 'plain'}): no figures")
+            return False
+    return True
+
+
+def measure(engine: Engine, run: BatchRun, case: Case, args: argparse.Namespace) -> dict[str, object]:
+    """One case on rows that stand at its context."""
+    spec = None if case.spec == "plain" else SpecConfig.parse(case.spec)
+    fixed = min(FIXED_TOKEN, engine.worker.models.cfg.vocab_size - 1) if case.tokens == "fixed" else None
+    if spec is None:
+        lengths = simulated_lengths(1.0, args.seed) if fixed is not None else None
+    else:
+        lengths = simulated_lengths(ACCEPT_LENGTH, args.seed)
+    measured = run.measure(spec, args.output_len, lengths, fixed)
+    phases = run.phases(spec, lengths, fixed)
+    return {
+        "case": case.name,
+        **environment(engine),
+        "batch_size": case.batch,
+        "context": case.context,
+        "spec": case.spec,
+        "token_mode": case.tokens,
+        "accept_mode": "simulated" if lengths else "real",
+        "accept_length": round(measured.acceptance.length, 3),
+        "step_ms": round(statistics.median(measured.cycle_ms), 3),
+        "mean_ms": round(statistics.fmean(measured.cycle_ms), 3),
+        "tokens_per_s": round(measured.tokens_per_s, 1),
+        "distinct_experts": round(distinct_experts(run, spec, lengths, fixed), 1),
+        **{f"{phase}_ms": round(ms, 3) for phase, ms in phases.items()},
+        "must_ms": case.must,
+        "goal_ms": case.goal,
+    }
+
+
+def line(case: Case, result: dict[str, object], baseline: dict[str, object] | None) -> str:
+    """One row of the report."""
+    phases = " ".join(
+        f"{name} {result[f'{name}_ms']}"
+        for name in ("draft", "verify", "accept", "extend")
+        if f"{name}_ms" in result
+    )
+    step = float(str(result["step_ms"]))
+    verdict = "" if case.must is None else ("ok" if step < case.must else "MISSED")
+    old = f" was {baseline['step_ms']}" if baseline else ""
+    return (
+        f"{case.name:28} {step:8.3f} ms{old} {verdict:6} must {case.must or '-'} goal {case.goal or '-'} | "
+        f"{result['tokens_per_s']} tok/s accept {result['accept_length']} "
+        f"experts {result['distinct_experts']} | {phases}"
+    )
+
+
+def prompts(engine: Engine, context: int, batch: int, seed: int) -> list[list[int]]:
+    """Random token ids."""
+    draw, vocab = random.Random(seed), engine.worker.models.cfg.vocab_size
+    return [[draw.randrange(vocab) for _ in range(context)] for _ in range(batch)]
+
+
+def _engine(args: argparse.Namespace, cases: Sequence[Case]) -> Engine:
+    """The engine, with rows and length for the largest case unless flags say otherwise."""
+    if not cases:
+        raise NextnError(
+            f"no case's name holds {args.match!r}; the cases: {', '.join(c.name for c in CASES)}"
+        )
+    config = engine_config(args)
+    started = time.perf_counter()
+    config = replace(config, max_running_requests=max(config.max_running_requests, *(c.batch for c in cases)))
+    engine = Engine.from_config(resolve_model(args.model), config)
+    tokens = engine.pool.num_pages * engine.pool.page_size
+    seconds = time.perf_counter() - started
+    print(f"ready after {seconds:.1f} s; cache {tokens} tokens; {torch.cuda.memory_allocated() / 1e9:.1f} GB")
+    return engine
+
+
+def _read_baseline(path: Path) -> dict[str, dict[str, object]]:
+    """Results of an earlier run by case."""
+    lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+    return {str(each["case"]): each for each in lines}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench.cycles", description=__doc__.split("\n\n")[0])
+    add_engine_flags(parser)
+    parser.add_argument("--match", default="", help="only cases whose name holds this text")
+    parser.add_argument("--output-len", type=int, default=96, help="tokens a request and case (default 96)")
+    parser.add_argument("--jsonl", type=Path, help="write the results here, one JSON object a line")
+    parser.add_argument(
+        "--baseline", type=Path, help="results of an earlier run to print beside the new ones"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

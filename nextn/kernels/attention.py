@@ -1,0 +1,515 @@
+"""Tree attention over the paged latent cache: split over the context, merged, and up-projected by w_uv.
+
+The blocks of all rows' contexts form one list, and each program takes a run of it whatever rows it crosses,
+so a long row next to short ones keeps every SM busy. A tile holds (node, head) pairs: one read of an entry
+serves the scores and, in its first kv_lora columns, the values of 64 of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nextn.kernels.launch import launch_options, wait_for_inputs
+
+MAX_NODES = 64  # bits of a mask
+WARP = tl.constexpr(32)
+LOG2_E = 1 / math.log(2)  # the kernels' exponentials and logarithms are base 2
+INTERPRETED_SPLITS = 4  # programs where there are no SMs to fill
+
+
+class AttentionConfig(NamedTuple):
+    """How one call is cut up; every field follows from shapes alone."""
+
+    block_kv: int  # entries of a block; the plan counts in it
+    block_rows: int  # (node, head) pairs of a tile
+    warps: int
+    stages: int
+    splits: int  # programs a tile
+    least_blocks: int  # a program takes no fewer, so that a short context is not cut to crumbs
+    merge_nodes: int  # nodes, values and partial results that a program of the merge holds at once
+    merge_values: int
+    merge_slots: int
+    merge_columns: int
+    merge_warps: int
+
+
+class AttentionPlan(NamedTuple):
+    """What the layers of one forward share: where each row's blocks begin in the list of all blocks."""
+
+    bounds: Tensor  # [B + 1] int32
+    tail_len: int
+    block_kv: int
+
+
+def choose_config(
+    rows: int, nodes: int, heads: int, kv_lora: int, value_dim: int, processors: int, block_kv: int = 64
+) -> AttentionConfig:
+    """The configuration for `rows` of `nodes` with `heads` heads on a device of `processors` SMs."""
+    block_rows = 64
+    tiles = triton.cdiv(nodes * heads, block_rows)
+    columns = max(16, triton.next_power_of_2(kv_lora))
+    few = rows * nodes * heads <= processors // 2  # one node a program still leaves SMs idle
+    return AttentionConfig(
+        block_kv=block_kv,
+        block_rows=block_rows,
+        warps=8,
+        stages=2,
+        splits=max(1, processors // tiles),
+        least_blocks=1,
+        merge_nodes=1 if few else min(4, triton.next_power_of_2(rows * nodes)),
+        merge_values=min(64 if few else 32, triton.next_power_of_2(value_dim)),
+        merge_slots=32 if few else 4,
+        merge_columns=columns,
+        merge_warps=4 if few else 8,
+    )
+
+
+def default_block(page_size: int) -> int:
+    """Entries of a block: with 64 of them two blocks and a tile's queries just fit the shared memory.
+
+    Where a block's entries lie on several pages their addresses need registers, and 32 avoid spills.
+    """
+    return 64 if page_size % 64 == 0 else 32
+
+
+def processors_of(device: torch.device) -> int:
+    """SMs of a device; on a CPU a few programs, for they run one after the other."""
+    if device.type != "cuda":
+        return INTERPRETED_SPLITS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def plan_attention(
+    prefix_lens: Tensor, tail_len: int, *, page_size: int = 64, block_kv: int | None = None
+) -> AttentionPlan:
+    """Cut prefix_lens [B] int64 and a tail of `tail_len` entries into blocks, once a forward. No host sync.
+
+    `page_size` is the cache's; `block_kv` overrides the number of entries of a block.
+    """
+    assert prefix_lens.dim() == 1, "prefix_lens must be [B]"
+    assert 0 < tail_len <= MAX_NODES, f"a tail has 1 to {MAX_NODES} entries, not {tail_len}"
+    rows, block = prefix_lens.shape[0], block_kv or default_block(page_size)
+    bounds = torch.empty(rows + 1, dtype=torch.int32, device=prefix_lens.device)
+    _plan_kernel[(1,)](
+        prefix_lens.contiguous(),
+        bounds,
+        rows,
+        triton.cdiv(tail_len, block),
+        BLOCK_KV=block,
+        ROWS=triton.next_power_of_2(rows),
+        num_warps=1,
+        **launch_options(),
+    )
+    return AttentionPlan(bounds, tail_len, block)
+
+
+def decode_attention(
+    q: Tensor,
+    cache_layer: Tensor,
+    page_table: Tensor,
+    prefix_lens: Tensor,
+    tail: Tensor,
+    mask: Tensor,
+    scale: float,
+    w_uv: Tensor,
+    *,
+    plan: AttentionPlan,
+    config: AttentionConfig | None = None,
+) -> Tensor:
+    """Absorbed attention of q [B * M, H, C] to prefix and tail, up-projected by w_uv.  # [B * M, H * v]
+
+    cache_layer [pages, page_size, C], page_table [B, P] int64, prefix_lens [B] int64, tail [B, E, C], mask
+    [B, M] int64 with at least one bit below E a node, w_uv [H, v, kv_lora]; C = kv_lora + rope. All values
+    are bf16. Cache entries beyond a prefix may hold NaN, the tail's must be finite. `plan` is what
+    `plan_attention` returned for the same prefix_lens and E. No host sync.
+    """
+    rows, nodes, heads = _check(q, cache_layer, page_table, prefix_lens, tail, mask, w_uv, plan)
+    value_dim, kv_lora = w_uv.shape[1:]
+    if config is None:
+        processors = processors_of(q.device)
+        config = choose_config(rows, nodes, heads, kv_lora, value_dim, processors, plan.block_kv)
+    assert config.block_kv == plan.block_kv, f"plan of blocks of {plan.block_kv}, call of {config.block_kv}"
+    tiles = triton.cdiv(nodes * heads, config.block_rows)
+    # A program that ends in a row's middle shares it with the next, so program + row is a slot of its own.
+    slots = config.splits + rows - 1
+    partial = q.new_empty(tiles, slots, config.block_rows, kv_lora)
+    log_sums = q.new_empty(tiles, slots, config.block_rows, dtype=torch.float32)
+    common = {
+        "KV_LORA": kv_lora,
+        "LATENT": max(16, triton.next_power_of_2(kv_lora)),
+        "BLOCK_ROWS": config.block_rows,
+        "LEAST_BLOCKS": config.least_blocks,
+        **launch_options(),
+    }
+    width, page_size = q.shape[2], cache_layer.shape[1]
+    rope = width - kv_lora
+    _attention_kernel[(tiles, config.splits)](
+        q,
+        cache_layer,
+        page_table,
+        prefix_lens,
+        tail,
+        mask,
+        plan.bounds,
+        partial,
+        log_sums,
+        scale * LOG2_E,
+        page_table.stride(0),
+        tail.stride(0),
+        tail.stride(1),
+        rows,
+        nodes,
+        heads,
+        tail.shape[1],
+        slots,
+        ROPE=rope,
+        ROPE_BLOCK=max(16, triton.next_power_of_2(rope)),
+        BLOCK_KV=config.block_kv,
+        STAGES=config.stages,
+        PAGE_SIZE=page_size,
+        SHORT_MASK=tail.shape[1] <= 32,
+        num_warps=config.warps,
+        **common,
+    )
+    out = q.new_empty(rows * nodes, heads * value_dim)
+    grid = (
+        triton.cdiv(rows * nodes, config.merge_nodes),
+        triton.cdiv(value_dim, config.merge_values),
+        heads,
+    )
+    _merge_kernel[grid](
+        partial,
+        log_sums,
+        plan.bounds,
+        w_uv,
+        out,
+        w_uv.stride(0),
+        w_uv.stride(1),
+        value_dim,
+        rows,
+        nodes,
+        heads,
+        config.splits,
+        NODES=config.merge_nodes,
+        VALUES=config.merge_values,
+        SLOTS=config.merge_slots,
+        COLUMNS=config.merge_columns,
+        ALL_SLOTS=triton.next_power_of_2(config.splits),
+        num_warps=config.merge_warps,
+        **common,
+    )
+    return out
+
+
+def _check(
+    q: Tensor,
+    cache_layer: Tensor,
+    page_table: Tensor,
+    prefix_lens: Tensor,
+    tail: Tensor,
+    mask: Tensor,
+    w_uv: Tensor,
+    plan: AttentionPlan,
+) -> tuple[int, int, int]:
+    """Refuse what the kernels do not read rightly; returns rows, nodes a row and heads."""
+    (rows, nodes), (count, heads, width) = mask.shape, q.shape
+    assert nodes <= MAX_NODES, f"a row has at most {MAX_NODES} nodes, not {nodes}"
+    assert count == rows * nodes, f"{count} queries are not {rows} rows of {nodes} nodes"
+    assert q.dtype == cache_layer.dtype == tail.dtype == w_uv.dtype == torch.bfloat16, "values must be bf16"
+    assert page_table.dtype == prefix_lens.dtype == mask.dtype == torch.int64, "indices must be int64"
+    assert q.is_contiguous(), "q must be contiguous"
+    assert cache_layer.dim() == 3, "cache_layer must be [pages, page_size, C]"
+    assert cache_layer.shape[2] == tail.shape[2] == width, "queries and entries differ in width"
+    assert tail.stride(2) == w_uv.stride(2) == 1, "columns must be adjacent"
+    assert cache_layer.is_contiguous(), "the cache's pages must follow each other without gaps"
+    assert (page_table.shape[0], page_table.stride(1)) == (rows, 1), f"page_table must be [{rows}, P]"
+    assert prefix_lens.shape == (rows,), f"prefix_lens must be [{rows}]"
+    assert prefix_lens.is_contiguous(), "prefix_lens must be contiguous"
+    assert mask.is_contiguous(), "mask must be contiguous"
+    assert tail.shape[0] == rows, f"tail must be [{rows}, E, C]"
+    assert max(page_table.stride(0), tail.stride(0)) * rows < 2**31, "page_table or tail is too far spread"
+    assert w_uv.shape[0] == heads, f"w_uv must be [{heads}, v, kv_lora]"
+    assert w_uv.shape[2] < width, f"w_uv has {w_uv.shape[2]} columns, an entry {width} in all"
+    assert plan.bounds.shape == (rows + 1,), f"the plan is not of {rows} rows"
+    assert plan.tail_len == tail.shape[1], f"the plan's tail has {plan.tail_len} entries, not {tail.shape[1]}"
+    return rows, nodes, heads
+
+
+@triton.jit
+def _plan_kernel(  # type: ignore[no-untyped-def]
+    lens_ptr, bounds_ptr, rows, tail_blocks, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_inputs(PDL)
+    row = tl.arange(0, ROWS)
+    keep = row < rows
+    lens = tl.load(lens_ptr + row, mask=keep, other=0).to(tl.int32)
+    blocks = tl.where(keep, tl.cdiv(lens, BLOCK_KV) + tail_blocks, 0)
+    tl.store(bounds_ptr + row, tl.cumsum(blocks, 0) - blocks, mask=keep)
+    tl.store(bounds_ptr + rows, tl.sum(blocks, 0))
+
+
+@triton.jit
+def _blocks_a_program(total, splits, LEAST_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.maximum(tl.cdiv(total, splits), LEAST_BLOCKS)
+
+
+@triton.jit
+def _pages(table_ptr, block, prefix, BLOCK_KV: tl.constexpr, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Page of each entry of a block; of all of them at once where a page holds whole blocks."""
+    position = block * BLOCK_KV
+    if PAGE_SIZE % BLOCK_KV != 0:
+        position += tl.arange(0, BLOCK_KV)
+    page = tl.load(table_ptr + position // PAGE_SIZE, mask=position < prefix, other=0)
+    if PAGE_SIZE % BLOCK_KV != 0:
+        page = page.to(tl.int32)  # one an entry: half the registers
+    return page
+
+
+@triton.jit
+def _entries(  # type: ignore[no-untyped-def]
+    cache_ptr,
+    row_tail_ptr,
+    page,
+    first,
+    key,
+    in_tail,
+    tail_stride,
+    BLOCK_KV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Address of each entry of a block that begins with entry `first` of the prefix or of the tail."""
+    if PAGE_SIZE % BLOCK_KV == 0:
+        slot = page * PAGE_SIZE + first % PAGE_SIZE
+        begin_ptr = tl.where(in_tail, row_tail_ptr + first * tail_stride, cache_ptr + slot * WIDTH)
+        return begin_ptr + key * tl.where(in_tail, tail_stride, WIDTH)
+    slots = page.to(tl.int64) * PAGE_SIZE + (first + key) % PAGE_SIZE
+    return tl.where(in_tail, row_tail_ptr + (first + key) * tail_stride, cache_ptr + slots * WIDTH)
+
+
+@triton.jit
+def _attention_kernel(  # type: ignore[no-untyped-def]
+    q_ptr,
+    cache_ptr,
+    table_ptr,
+    lens_ptr,
+    tail_ptr,
+    mask_ptr,
+    bounds_ptr,
+    partial_ptr,
+    log_sums_ptr,
+    scale,
+    table_stride,
+    tail_row_stride,
+    tail_stride,
+    rows,
+    nodes,
+    heads,
+    tail_len,
+    slots,
+    KV_LORA: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    STAGES: tl.constexpr,
+    LEAST_BLOCKS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SHORT_MASK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    tile, program, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    # A warp's maximum is known to be the same in all its threads, so that rows, and what depends on them, are
+    # kept in uniform registers: the inner loop needs all of the others.
+    lane = tl.arange(0, WARP)
+    totals = tl.load(bounds_ptr + rows + lane, mask=lane == 0, other=0)
+    run = tl.max(_blocks_a_program(totals, splits, LEAST_BLOCKS), 0)
+    total = tl.max(totals, 0)
+    begin = program * run
+    stop = tl.minimum(begin + run, total)
+    if begin >= stop:
+        return
+    first_row, last_row = 0, 0
+    for offset in range(0, rows, WARP):
+        index = offset + lane
+        ends = tl.load(bounds_ptr + 1 + index, mask=index < rows, other=2147483647)
+        first_row += tl.sum((ends <= begin).to(tl.int32), 0)
+        last_row += tl.sum((ends < stop).to(tl.int32), 0)
+
+    pairs = nodes * heads
+    column, rope_column = tl.arange(0, LATENT), tl.arange(0, ROPE_BLOCK)
+    in_latent, in_rope = (column < KV_LORA)[None, :], (rope_column < ROPE)[None, :]
+    key = tl.arange(0, BLOCK_KV)
+    shift = (key & 31) if SHORT_MASK else key.to(tl.int64)
+    for each in range(first_row, last_row + 1):
+        # Zero, unknown to the compiler: else it computes what follows once, before the rows, and holds it in
+        # registers, all of which the inner loop needs.
+        zero = each >> 31
+        row, here, local = each + zero, program + zero, tl.arange(0, BLOCK_ROWS) + zero
+        pair = tile * BLOCK_ROWS + local
+        keep = pair < pairs
+        row_begin, row_end = tl.load(bounds_ptr + row), tl.load(bounds_ptr + row + 1)
+        prefix = tl.load(lens_ptr + row).to(tl.int32)
+        prefix_blocks = tl.cdiv(prefix, BLOCK_KV)
+        row_table_ptr = table_ptr + row * table_stride
+        query_ptr = q_ptr + (row * pairs).to(tl.int64) * (KV_LORA + ROPE) + pair[:, None] * (KV_LORA + ROPE)
+        q_latent = tl.load(query_ptr + column[None, :], mask=keep[:, None] & in_latent, other=0.0)
+        q_rope = tl.load(query_ptr + KV_LORA + rope_column[None, :], mask=keep[:, None] & in_rope, other=0.0)
+        seen_ptr = mask_ptr + row * nodes + pair // heads
+        seen = tl.load(seen_ptr, mask=keep, other=-1)
+        if SHORT_MASK:
+            seen = seen.to(tl.int32)
+
+        peak = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        norm = tl.zeros([BLOCK_ROWS], tl.float32)
+        values = tl.zeros([BLOCK_ROWS, LATENT], tl.float32)
+        first_block = tl.maximum(here * run - row_begin, 0)
+        page = _pages(row_table_ptr, first_block, prefix, BLOCK_KV, PAGE_SIZE)
+        last_block = tl.minimum(here * run + run, row_end) - row_begin
+        for block in tl.range(first_block, last_block, num_stages=STAGES):
+            in_tail = block >= prefix_blocks
+            first = tl.where(in_tail, block - prefix_blocks, block) * BLOCK_KV
+            beyond = first >> 31  # another unknown zero
+            count = tl.where(in_tail, tail_len, prefix) - first  # entries from here on
+            entry_ptr = _entries(
+                cache_ptr,
+                tail_ptr + (row + beyond) * tail_row_stride,
+                page,
+                first,
+                key,
+                in_tail,
+                tail_stride,
+                BLOCK_KV,
+                PAGE_SIZE,
+                KV_LORA + ROPE,
+            )[:, None]
+            present = (key < count)[:, None]
+            latent = tl.load(entry_ptr + column[None, :], mask=present & in_latent, other=0.0)
+            rope = tl.load(entry_ptr + KV_LORA + rope_column[None, :], mask=present & in_rope, other=0.0)
+            # The next block's page is asked for one round ahead, so that its loads need not wait for it.
+            page = _pages(table_ptr + (row + beyond) * table_stride, block + 1, prefix, BLOCK_KV, PAGE_SIZE)
+            # Always so: no block is empty. Branches shape what Triton makes of the loop: two products in one
+            # region it takes for a chain and has both warp groups compute all scores; and it issues the next
+            # block's loads before branches, but after products, where little is left to hide them. An empty
+            # block's entries are zero, and so would be its weights.
+            if count > 0:
+                scores = tl.dot(q_latent, tl.trans(latent)) * scale
+                scores += tl.dot(q_rope, tl.trans(rope)) * scale
+                word = tl.where(in_tail, seen >> first, -1)
+                visible = (key < count)[None, :] & (((word[:, None] >> shift[None, :]) & 1) != 0)
+                scores = tl.where(visible, scores, float("-inf"))
+                new_peak = tl.maximum(peak, tl.max(scores, 1))
+                base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # nothing seen yet: all weights 0
+                exact = tl.exp2(scores - base[:, None])
+                shrink = tl.exp2(peak - base)
+                norm = norm * shrink + tl.sum(exact, 1)
+                peak = new_peak
+                weights = exact.to(latent.dtype)
+            else:
+                weights = tl.dot(q_rope, tl.trans(rope)).to(latent.dtype)
+                shrink = tl.full([BLOCK_ROWS], 1.0, tl.float32)
+            if block >= 0:
+                values = tl.dot(weights, latent, values * shrink[:, None])
+
+        slot = ((tile + zero) * slots + here + row).to(tl.int64)
+        some = norm != 0.0  # a NaN stays one
+        result = values * (1.0 / tl.where(some, norm, 1.0))[:, None]
+        tl.store(
+            partial_ptr + slot * (BLOCK_ROWS * KV_LORA) + (local[:, None] * KV_LORA + column[None, :]),
+            result.to(partial_ptr.dtype.element_ty),
+            mask=keep[:, None] & in_latent,
+        )
+        log_sum = tl.where(some, peak + tl.log2(tl.where(some, norm, 1.0)), float("-inf"))
+        tl.store(log_sums_ptr + slot * BLOCK_ROWS + local, log_sum, mask=keep)
+
+
+@triton.jit
+def _merge_kernel(  # type: ignore[no-untyped-def]
+    partial_ptr,
+    log_sums_ptr,
+    bounds_ptr,
+    w_uv_ptr,
+    out_ptr,
+    weight_head_stride,
+    weight_stride,
+    value_dim,
+    rows,
+    nodes,
+    heads,
+    splits,
+    KV_LORA: tl.constexpr,
+    LATENT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    LEAST_BLOCKS: tl.constexpr,
+    NODES: tl.constexpr,
+    VALUES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ALL_SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    head = tl.program_id(2)
+    value = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    weight_ptr = w_uv_ptr + head.to(tl.int64) * weight_head_stride + value[:, None] * weight_stride
+    column = tl.arange(0, COLUMNS)
+    if COLUMNS == LATENT:  # weights are constants: they may come before the partial results are there
+        keep_weight = (value < value_dim)[:, None] & (column < KV_LORA)[None, :]
+        weight = tl.load(weight_ptr + column[None, :], mask=keep_weight, other=0.0)
+    wait_for_inputs(PDL)
+
+    node = tl.program_id(0) * NODES + tl.arange(0, NODES)
+    keep = node < rows * nodes
+    row = tl.where(keep, node // nodes, 0)
+    pair = (node % nodes) * heads + head
+    run = _blocks_a_program(tl.load(bounds_ptr + rows), splits, LEAST_BLOCKS)
+    first = tl.load(bounds_ptr + row) // run
+    count = tl.where(keep, (tl.load(bounds_ptr + row + 1) - 1) // run - first + 1, 0)
+    # Entry s of this node's partial results lies at start + s * BLOCK_ROWS.
+    first_slot = (pair // BLOCK_ROWS).to(tl.int64) * (splits + rows - 1) + first + row
+    start = first_slot * BLOCK_ROWS + pair % BLOCK_ROWS
+
+    every = tl.arange(0, ALL_SLOTS)
+    log_sums = tl.load(
+        log_sums_ptr + start[:, None] + every[None, :] * BLOCK_ROWS,
+        mask=every[None, :] < count[:, None],
+        other=float("-inf"),
+    )
+    peak = tl.max(log_sums, 1)
+    peak = tl.where(peak > float("-inf"), peak, 0.0)  # a node beyond the last, or one of NaNs
+    norm = tl.where(keep, tl.sum(tl.exp2(log_sums - peak[:, None]), 1), 1.0)
+    most = tl.max(count, 0)
+    slot = tl.arange(0, SLOTS)
+    out = tl.zeros([NODES, VALUES], tl.float32)
+    for begin in tl.static_range(0, LATENT, COLUMNS):
+        at = begin + column
+        merged = tl.zeros([NODES, COLUMNS], tl.float32)
+        for offset in range(0, most, SLOTS):
+            place = start[:, None] + (offset + slot)[None, :] * BLOCK_ROWS  # [NODES, SLOTS]
+            there = (offset + slot)[None, :] < count[:, None]
+            log_sum = tl.load(log_sums_ptr + place, mask=there, other=float("-inf"))
+            part = tl.load(
+                partial_ptr + place[:, :, None] * KV_LORA + at[None, None, :],
+                mask=there[:, :, None] & (at < KV_LORA)[None, None, :],
+                other=0.0,
+            )
+            share = tl.exp2(log_sum - peak[:, None]) / norm[:, None]
+            merged += tl.sum(part.to(tl.float32) * share[:, :, None], 1)
+        if COLUMNS != LATENT:
+            keep_weight = (value < value_dim)[:, None] & (at < KV_LORA)[None, :]
+            weight = tl.load(weight_ptr + at[None, :], mask=keep_weight, other=0.0)
+        latent = merged.to(weight.dtype)
+        if NODES >= 16 and VALUES >= 16 and COLUMNS >= 16:
+            out = tl.dot(latent, tl.trans(weight), out)
+        else:
+            out += tl.sum(latent.to(tl.float32)[:, None, :] * weight.to(tl.float32)[None, :, :], 2)
+    target = (node.to(tl.int64) * heads + head)[:, None] * value_dim + value[None, :]
+    keep_out = keep[:, None] & (value < value_dim)[None, :]
+    tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=keep_out)

@@ -1,0 +1,39 @@
+"""How kernels are launched: with programmatic dependent launch where the device has it.
+
+A kernel launched so may start while the one before it still drains, and must call `wait_for_inputs` before it
+reads what that one wrote or overwrites what that one reads. On a chain of small kernels in a CUDA graph this
+hides the launch gap (0.70 us a kernel becomes 0.56 us on an H200).
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+HOPPER = 90
+
+
+@cache
+def has_dependent_launch() -> bool:
+    """Whether kernels compile for an NVIDIA GPU of Hopper's generation or later."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return bool(target.backend == "cuda" and target.arch >= HOPPER)
+
+
+def launch_options() -> dict[str, bool]:
+    """Keyword arguments of every launch: the constexpr PDL and, where it is true, Triton's own option."""
+    return {"PDL": True, "launch_pdl": True} if has_dependent_launch() else {"PDL": False}
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait for every earlier kernel's writes, and let the next kernel's programs take free places."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
