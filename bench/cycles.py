@@ -24,6 +24,7 @@ import torch
 from nextn.config import SpecConfig
 from nextn.engine.bench import (
     FIXED_TOKEN,
+    WARMUP_CYCLES,
     BatchRun,
     distinct_experts,
     environment,
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 ACCEPT_LENGTH = 2.5
 CHECKED_CYCLES = 6
+FIXED_WARMUP = 60
+"""Steps before figures with fixed tokens: until then rows still differ by their last real tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,8 @@ def run_cases(
         if not results and not captured_steps_agree(engine, context, batch):
             return None
         started = time.perf_counter()
-        room = (args.output_len + 2 * spare_tokens(SpecConfig(3, 1, 4))) * len(group)
+        longest = SpecConfig(3, 1, 4)
+        room = (args.output_len + FIXED_WARMUP * longest.width + 2 * spare_tokens(longest)) * len(group)
         run = BatchRun(engine, prompts(engine, context, batch, args.seed), room, 0.0)
         logger.info("ctx %d, batch %d: prefilled in %.1f s", context, batch, time.perf_counter() - started)
         for case in group:
@@ -142,7 +146,8 @@ def measure(engine: Engine, run: BatchRun, case: Case, args: argparse.Namespace)
         lengths = simulated_lengths(1.0, args.seed) if fixed is not None else None
     else:
         lengths = simulated_lengths(ACCEPT_LENGTH, args.seed)
-    measured = run.measure(spec, args.output_len, lengths, fixed)
+    warmup = WARMUP_CYCLES if fixed is None else FIXED_WARMUP
+    measured = run.measure(spec, args.output_len, lengths, fixed, warmup)
     phases = run.phases(spec, lengths, fixed)
     return {
         "case": case.name,

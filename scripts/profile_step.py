@@ -2,7 +2,8 @@
 
 `python scripts/profile_step.py MODEL --load-format dummy --batch-size 1 --input-len 1024 --trace step.json`
 profiles steps as they run in service (captured, the host ahead). The trace opens in Perfetto or
-chrome://tracing. Needs a GPU.
+chrome://tracing. Kernels that overlap (programmatic dependent launch) count the time that they wait for the
+one before; --serial shows what each takes by itself. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not torch.cuda.is_available():
             raise ConfigError("a step is profiled on a GPU; there is none here")
+        if args.serial:
+            from nextn.kernels import launch  # brings Triton, which only a GPU machine need have
+
+            launch.has_dependent_launch = lambda: False  # read at every launch, so at capture
         config = engine_config(args)
         room = args.input_len + 8 * spare_tokens(config.spec) + 4 * args.steps
         config = replace(
@@ -113,7 +118,7 @@ def busy(launches: Sequence[Launch]) -> float:
 
 def short_name(name: str) -> str:
     """A kernel's name without its template arguments."""
-    name = re.sub(r"^(void|at::native::|\(anonymous namespace\)::)+\s*", "", name)
+    name = re.sub(r"^(void\s+|at::native::|\(anonymous namespace\)::)+", "", name)
     return re.split(r"[<(]", name, maxsplit=1)[0][:56] or name[:56]
 
 
@@ -126,6 +131,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", help="JSONL with a 'prompt' a line (default: random token ids)")
     parser.add_argument(
         "--simulate-accept-length", type=float, default=2.5, help="tokens a cycle emits (default 2.5)"
+    )
+    parser.add_argument(
+        "--serial",
+        action="store_true",
+        help="launch each kernel when the one before has ended, so that times do not count waiting",
     )
     parser.add_argument("--trace", type=Path, help="write a trace here, one file a shape")
     return parser

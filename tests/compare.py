@@ -29,7 +29,9 @@ TOLERANCES: dict[Kind, Tolerance] = {
     "fp32-logits": Tolerance(1e-4, "2^-23 a rounding through every layer of a small model, in any order"),
     "fp32-op": Tolerance(1e-5, "2^-23 a rounding through one op of up to some 1000 terms, in any order"),
     "bf16-op": Tolerance(2.0**-6, "2^-8 for the result's rounding on both sides, as much for an operand's"),
-    "bf16-attention": Tolerance(2.0**-4, "weights, partial results and values are rounded to bf16; 8 sigma of 1e6"),
+    "bf16-attention": Tolerance(
+        2.0**-4, "weights, partial results and values are rounded to bf16; 8 sigma of 1e6"
+    ),
     "fp8-linear": Tolerance(2.0**-6, "both sides have the same FP8 weights; what differs is bf16 rounding"),
 }
 

@@ -86,26 +86,10 @@ class _Shape:
                         block_kv=block, stages=stages, splits=splits, least_blocks=least
                     )
                     found[f"kv {block} stages {stages} splits {splits} least {least}"] = config
-        for nodes, values, slots, columns in (
-            (1, 32, 16, 512),
-            (1, 64, 16, 512),
-            (1, 64, 32, 512),
-            (1, 128, 16, 512),
-            (4, 32, 4, 512),
-            (4, 64, 8, 128),
-            (16, 32, 4, 128),
-            (16, 64, 4, 64),
-            (16, 128, 4, 64),
-        ):
-            for warps in (4, 8):
-                config = default._replace(
-                    merge_nodes=nodes,
-                    merge_values=values,
-                    merge_slots=slots,
-                    merge_columns=columns,
-                    merge_warps=warps,
-                )
-                found[f"merge nodes {nodes} values {values} slots {slots} cols {columns} w{warps}"] = config
+        for slots, warps in ((4, 4), (8, 4), (32, 4), (16, 2), (16, 8)):
+            found[f"merge slots {slots} w{warps}"] = default._replace(merge_slots=slots, merge_warps=warps)
+        for values, warps in ((16, 4), (32, 8), (64, 4), (128, 4), (128, 8)):
+            found[f"up values {values} w{warps}"] = default._replace(up_values=values, up_warps=warps)
         return {label: inputs.caller(config) for label, config in found.items()}
 
 

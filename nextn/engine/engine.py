@@ -160,7 +160,7 @@ class Engine:
         if flying is not None:
             following = self.scheduler.next_ahead()
             if following is not None:
-                self._launch(following.entries)
+                self._flying = self._launch(following.entries)
             outputs += self._land(flying)
             if following is not None:
                 return outputs
@@ -173,12 +173,11 @@ class Engine:
                 self.worker.start_row(entry, self._streams[entry.request.request_id].seed)
         if isinstance(batch, PrefillBatch):
             return outputs + self._prefill(batch)
-        self._launch(batch.entries)
+        started = self._launch(batch.entries)
         if self.worker.runs_ahead:
+            self._flying = started
             return outputs
-        assert self._flying is not None
-        flying, self._flying = self._flying, None
-        return outputs + self._land(flying)
+        return outputs + self._land(started)
 
     def stats(self) -> dict[str, float]:
         """A snapshot for logs and metrics."""
@@ -223,13 +222,14 @@ class Engine:
                 outputs.append(self._deliver(chunk.entry, [next(tokens)]))
         return outputs
 
-    def _launch(self, entries: tuple[Running, ...]) -> None:
+    def _launch(self, entries: tuple[Running, ...]) -> _Flying:
         """Start a decode step of `entries`."""
         for entry in entries:
             self.worker.set_pages(entry)
-        self._flying = _Flying(entries, self._spec, self.worker.launch(entries, self._spec))
+        flying = _Flying(entries, self._spec, self.worker.launch(entries, self._spec))
         for entry in entries:
-            entry.ahead += self._flying.width
+            entry.ahead += flying.width
+        return flying
 
     def _land(self, flying: _Flying) -> list[Output]:
         """Wait for a decode step and deliver its tokens to the requests that are still open."""

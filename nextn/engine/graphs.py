@@ -110,6 +110,7 @@ class StepGraphs:
 
     def capture(self, shapes: Sequence[Shape]) -> None:
         """Capture every bucket of every shape, the largest first: the smaller ones then fit its memory."""
+        torch.cuda.empty_cache()  # what was only reserved is no memory of the graphs
         started, before = time.perf_counter(), _taken(self._state.device)
         work = [(bucket, shape) for bucket in reversed(self._buckets) for shape in shapes]
         said = started

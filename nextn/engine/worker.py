@@ -5,6 +5,7 @@ The worker turns the scheduler's host-side batches into tensors and the steps' t
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from collections.abc import Sequence
@@ -29,6 +30,10 @@ from nextn.models.inputs import PrefillInput
 from nextn.models.weights import Models, build_models
 
 logger = logging.getLogger(__name__)
+
+HOPPER = (9, 0)
+MAX_EXPERTS = 1024
+"""What the router's kernel takes."""
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -101,6 +106,7 @@ class Worker:
                 f"--max-model-len {asked} is above the model's max_position_embeddings "
                 f"{cfg.max_position_embeddings}; use at most that"
             )
+        check_kernels(cfg, device, dtype)
         slack = 2 * config.largest_tree + RING
         models = build_models(model_dir, cfg, config, device, dtype, asked + slack)
         memory = plan_memory(cfg, config, device, dtype, asked)
@@ -123,7 +129,14 @@ class Worker:
         options = StepOptions(coupled=config.coupled_drafting, post_norm=config.draft_hidden == "post-norm")
         worker = Worker(models, state, options, memory.max_model_len)
         if config.cuda_graphs and has_kernels(state.cache):
-            worker.capture(config.spec if worker.can_draft else None, config.max_running_requests)
+            try:
+                worker.capture(config.spec if worker.can_draft else None, config.max_running_requests)
+            except torch.OutOfMemoryError as error:
+                raise CapacityError(
+                    f"the CUDA graphs of {config.max_running_requests} requests do not fit beside model "
+                    f"and cache ({str(error).splitlines()[0]}); lower --mem-fraction or "
+                    "--max-running-requests, or give --no-cuda-graphs"
+                ) from None
         return worker
 
     @property
@@ -319,6 +332,33 @@ def choose_device(name: str) -> torch.device:
                 f"--device {name} does not exist; this machine has {torch.cuda.device_count()} GPU(s)"
             )
     return device
+
+
+def check_kernels(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse at the start what the bfloat16 kernels cannot run, with what would do instead.
+
+    Wider dtypes run plain torch, slowly and on any GPU.
+    """
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < HOPPER:
+        raise ConfigError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; the bfloat16 "
+            f"kernels need {HOPPER[0]}.{HOPPER[1]} or newer (H100, H200). --dtype float32 runs on it, slowly"
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError("bfloat16 on a GPU needs Triton; install it with pip install 'nextn[gpu]'")
+    if cfg.n_routed_experts > MAX_EXPERTS:
+        raise ConfigError(
+            f"the kernels take at most {MAX_EXPERTS} routed experts, this model has {cfg.n_routed_experts}; "
+            "--dtype float32 runs it, slowly"
+        )
+    if cfg.weight_block_size[1] % 16:
+        raise ConfigError(
+            f"the kernels take FP8 blocks of a multiple of 16 columns, this model has "
+            f"{cfg.weight_block_size[1]}; --dtype float32 runs it, slowly"
+        )
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

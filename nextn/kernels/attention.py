@@ -32,11 +32,11 @@ class AttentionConfig(NamedTuple):
     stages: int
     splits: int  # programs a tile
     least_blocks: int  # a program takes no fewer, so that a short context is not cut to crumbs
-    merge_nodes: int  # nodes, values and partial results that a program of the merge holds at once
-    merge_values: int
-    merge_slots: int
-    merge_columns: int
+    merge_slots: int  # partial results that a program of the merge holds at once
     merge_warps: int
+    up_nodes: int  # nodes and values of a head that a program projects up; both at least 16
+    up_values: int
+    up_warps: int
 
 
 class AttentionPlan(NamedTuple):
@@ -53,8 +53,6 @@ def choose_config(
     """The configuration for `rows` of `nodes` with `heads` heads on a device of `processors` SMs."""
     block_rows = 64
     tiles = triton.cdiv(nodes * heads, block_rows)
-    columns = max(16, triton.next_power_of_2(kv_lora))
-    few = rows * nodes * heads <= processors // 2  # one node a program still leaves SMs idle
     return AttentionConfig(
         block_kv=block_kv,
         block_rows=block_rows,
@@ -62,11 +60,11 @@ def choose_config(
         stages=2,
         splits=max(1, processors // tiles),
         least_blocks=1,
-        merge_nodes=1 if few else min(4, triton.next_power_of_2(rows * nodes)),
-        merge_values=min(64 if few else 32, triton.next_power_of_2(value_dim)),
-        merge_slots=32 if few else 4,
-        merge_columns=columns,
-        merge_warps=4 if few else 8,
+        merge_slots=32 if rows * nodes * heads <= processors else 16,
+        merge_warps=4,
+        up_nodes=min(32, max(16, triton.next_power_of_2(rows * nodes))),
+        up_values=min(32, max(16, triton.next_power_of_2(value_dim))),
+        up_warps=4,
     )
 
 
@@ -177,32 +175,57 @@ def decode_attention(
         num_warps=config.warps,
         **common,
     )
-    out = q.new_empty(rows * nodes, heads * value_dim)
-    grid = (
-        triton.cdiv(rows * nodes, config.merge_nodes),
-        triton.cdiv(value_dim, config.merge_values),
-        heads,
-    )
-    _merge_kernel[grid](
+    return _merge(partial, log_sums, w_uv, plan, config, (rows, nodes, heads))
+
+
+def _merge(
+    partial: Tensor,
+    log_sums: Tensor,
+    w_uv: Tensor,
+    plan: AttentionPlan,
+    config: AttentionConfig,
+    shape: tuple[int, int, int],
+) -> Tensor:
+    """Join the partial results of `shape` = (rows, nodes, heads) and project them up.  # [B * M, H * v]"""
+    rows, nodes, heads = shape
+    value_dim, kv_lora = w_uv.shape[1:]
+    count = rows * nodes
+    latent = max(16, triton.next_power_of_2(kv_lora))
+    merged = partial.new_empty(count, heads, kv_lora)
+    _merge_kernel[(count * heads,)](
         partial,
         log_sums,
         plan.bounds,
+        merged,
+        rows,
+        nodes,
+        heads,
+        config.splits,
+        KV_LORA=kv_lora,
+        LATENT=latent,
+        BLOCK_ROWS=config.block_rows,
+        LEAST_BLOCKS=config.least_blocks,
+        SLOTS=config.merge_slots,
+        num_warps=config.merge_warps,
+        **launch_options(),
+    )
+    out = partial.new_empty(count, heads * value_dim)
+    grid = (heads, triton.cdiv(value_dim, config.up_values), triton.cdiv(count, config.up_nodes))
+    _up_kernel[grid](
+        merged,
         w_uv,
         out,
         w_uv.stride(0),
         w_uv.stride(1),
         value_dim,
-        rows,
-        nodes,
+        count,
         heads,
-        config.splits,
-        NODES=config.merge_nodes,
-        VALUES=config.merge_values,
-        SLOTS=config.merge_slots,
-        COLUMNS=config.merge_columns,
-        ALL_SLOTS=triton.next_power_of_2(config.splits),
-        num_warps=config.merge_warps,
-        **common,
+        KV_LORA=kv_lora,
+        LATENT=latent,
+        NODES=config.up_nodes,
+        VALUES=config.up_values,
+        num_warps=config.up_warps,
+        **launch_options(),
     )
     return out
 
@@ -436,11 +459,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     partial_ptr,
     log_sums_ptr,
     bounds_ptr,
-    w_uv_ptr,
-    out_ptr,
-    weight_head_stride,
-    weight_stride,
-    value_dim,
+    merged_ptr,
     rows,
     nodes,
     heads,
@@ -449,67 +468,76 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     LATENT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     LEAST_BLOCKS: tl.constexpr,
-    NODES: tl.constexpr,
-    VALUES: tl.constexpr,
     SLOTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ALL_SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    head = tl.program_id(2)
-    value = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
-    weight_ptr = w_uv_ptr + head.to(tl.int64) * weight_head_stride + value[:, None] * weight_stride
-    column = tl.arange(0, COLUMNS)
-    if COLUMNS == LATENT:  # weights are constants: they may come before the partial results are there
-        keep_weight = (value < value_dim)[:, None] & (column < KV_LORA)[None, :]
-        weight = tl.load(weight_ptr + column[None, :], mask=keep_weight, other=0.0)
+    """One (node, head) pair: its partial results, weighted by their shares of the softmax's sum."""
     wait_for_inputs(PDL)
-
-    node = tl.program_id(0) * NODES + tl.arange(0, NODES)
-    keep = node < rows * nodes
-    row = tl.where(keep, node // nodes, 0)
-    pair = (node % nodes) * heads + head
+    number = tl.program_id(0)
+    row = number // (nodes * heads)
+    pair = number % (nodes * heads)
     run = _blocks_a_program(tl.load(bounds_ptr + rows), splits, LEAST_BLOCKS)
     first = tl.load(bounds_ptr + row) // run
-    count = tl.where(keep, (tl.load(bounds_ptr + row + 1) - 1) // run - first + 1, 0)
-    # Entry s of this node's partial results lies at start + s * BLOCK_ROWS.
+    count = (tl.load(bounds_ptr + row + 1) - 1) // run - first + 1
+    # Entry s of this pair's partial results lies at start + s * BLOCK_ROWS.
     first_slot = (pair // BLOCK_ROWS).to(tl.int64) * (splits + rows - 1) + first + row
     start = first_slot * BLOCK_ROWS + pair % BLOCK_ROWS
 
-    every = tl.arange(0, ALL_SLOTS)
-    log_sums = tl.load(
-        log_sums_ptr + start[:, None] + every[None, :] * BLOCK_ROWS,
-        mask=every[None, :] < count[:, None],
-        other=float("-inf"),
+    column, slot = tl.arange(0, LATENT), tl.arange(0, SLOTS)
+    keep = (column < KV_LORA)[None, :]
+    peak, norm = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.float32)
+    merged = tl.zeros([LATENT], tl.float32)
+    for offset in range(0, count, SLOTS):
+        place = start + (offset + slot) * BLOCK_ROWS
+        there = offset + slot < count
+        log_sum = tl.load(log_sums_ptr + place, mask=there, other=float("-inf"))
+        part = tl.load(
+            partial_ptr + place[:, None] * KV_LORA + column[None, :], mask=there[:, None] & keep, other=0.0
+        )
+        new_peak = tl.maximum(peak, tl.max(log_sum, 0))
+        base = tl.where(new_peak > float("-inf"), new_peak, 0.0)  # a pair of NaNs has no peak
+        share, shrink = tl.exp2(log_sum - base), tl.exp2(peak - base)
+        merged = merged * shrink + tl.sum(part.to(tl.float32) * share[:, None], 0)
+        norm = norm * shrink + tl.sum(share, 0)
+        peak = new_peak
+    merged_ptrs = merged_ptr + number.to(tl.int64) * KV_LORA + column
+    tl.store(merged_ptrs, (merged / norm).to(merged_ptr.dtype.element_ty), mask=column < KV_LORA)
+
+
+@triton.jit
+def _up_kernel(  # type: ignore[no-untyped-def]
+    merged_ptr,
+    w_uv_ptr,
+    out_ptr,
+    weight_head_stride,
+    weight_stride,
+    value_dim,
+    count,
+    heads,
+    KV_LORA: tl.constexpr,
+    LATENT: tl.constexpr,
+    NODES: tl.constexpr,
+    VALUES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Some values of one head for NODES nodes: merged latents times w_uv."""
+    head = tl.program_id(0)
+    value = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    column = tl.arange(0, LATENT)
+    weight = tl.load(  # a constant: it may come before the latents are there
+        w_uv_ptr + head.to(tl.int64) * weight_head_stride + value[:, None] * weight_stride + column[None, :],
+        mask=(value < value_dim)[:, None] & (column < KV_LORA)[None, :],
+        other=0.0,
     )
-    peak = tl.max(log_sums, 1)
-    peak = tl.where(peak > float("-inf"), peak, 0.0)  # a node beyond the last, or one of NaNs
-    norm = tl.where(keep, tl.sum(tl.exp2(log_sums - peak[:, None]), 1), 1.0)
-    most = tl.max(count, 0)
-    slot = tl.arange(0, SLOTS)
-    out = tl.zeros([NODES, VALUES], tl.float32)
-    for begin in tl.static_range(0, LATENT, COLUMNS):
-        at = begin + column
-        merged = tl.zeros([NODES, COLUMNS], tl.float32)
-        for offset in range(0, most, SLOTS):
-            place = start[:, None] + (offset + slot)[None, :] * BLOCK_ROWS  # [NODES, SLOTS]
-            there = (offset + slot)[None, :] < count[:, None]
-            log_sum = tl.load(log_sums_ptr + place, mask=there, other=float("-inf"))
-            part = tl.load(
-                partial_ptr + place[:, :, None] * KV_LORA + at[None, None, :],
-                mask=there[:, :, None] & (at < KV_LORA)[None, None, :],
-                other=0.0,
-            )
-            share = tl.exp2(log_sum - peak[:, None]) / norm[:, None]
-            merged += tl.sum(part.to(tl.float32) * share[:, :, None], 1)
-        if COLUMNS != LATENT:
-            keep_weight = (value < value_dim)[:, None] & (at < KV_LORA)[None, :]
-            weight = tl.load(weight_ptr + at[None, :], mask=keep_weight, other=0.0)
-        latent = merged.to(weight.dtype)
-        if NODES >= 16 and VALUES >= 16 and COLUMNS >= 16:
-            out = tl.dot(latent, tl.trans(weight), out)
-        else:
-            out += tl.sum(latent.to(tl.float32)[:, None, :] * weight.to(tl.float32)[None, :, :], 2)
-    target = (node.to(tl.int64) * heads + head)[:, None] * value_dim + value[None, :]
-    keep_out = keep[:, None] & (value < value_dim)[None, :]
-    tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=keep_out)
+    wait_for_inputs(PDL)
+    node = tl.program_id(2) * NODES + tl.arange(0, NODES)
+    pair = node.to(tl.int64) * heads + head
+    keep = (node < count)[:, None]
+    latent = tl.load(
+        merged_ptr + pair[:, None] * KV_LORA + column[None, :],
+        mask=keep & (column < KV_LORA)[None, :],
+        other=0.0,
+    )
+    out = tl.dot(latent, tl.trans(weight))
+    target = pair[:, None] * value_dim + value[None, :]
+    tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=keep & (value < value_dim)[None, :])

@@ -51,7 +51,8 @@ def choose_config(
     if tokens <= DECODE_TOKENS:
         if narrow:
             splits = min(4 if width <= 256 else 2, triton.cdiv(hidden, 512))
-            return MoeConfig(16, 32, splits, 4, 3, 64, 4, 4, 3)
+            # One token has few programs to fill the device with; more tokens' do better with more rows each.
+            return MoeConfig(16, 32, splits, 4, 3, 64, 4 if tokens == 1 else 7, 4, 3)
         return MoeConfig(16, 32, 1, 4, 3, 64, 1, 4, 4)
     each = tokens * top_k / max(1, min(experts, tokens * top_k))  # an expert's pairs if all are chosen alike
     repeats = 4 if narrow else 1

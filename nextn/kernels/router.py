@@ -34,8 +34,8 @@ class RouterConfig(NamedTuple):
 def choose_config(tokens: int, hidden: int) -> RouterConfig:
     """Decode spreads the weight over all SMs; a long prefill has tokens enough for that."""
     if tokens <= DECODE_TOKENS:
-        splits = min(28, triton.cdiv(hidden, 128))
-        return RouterConfig(16, 32, 128, splits, 4, 3)
+        splits = min(14, triton.cdiv(hidden, 128))
+        return RouterConfig(16, 32, 128, splits, 4, 4)
     if tokens <= 1024:
         return RouterConfig(64, 64, 64, min(4, triton.cdiv(hidden, 64)), 4, 3)
     return RouterConfig(128, 64, 64, 1, 4, 3)

@@ -1,8 +1,9 @@
 """Random weights: what a module needs to be timed or tested without a checkpoint.
 
-The values keep a network alive rather than imitate training: each linear layer maps inputs of unit variance
-to outputs of unit variance, norms are ones, and routers see scores of unit variance, so tokens spread over
-all experts. Speed is that of the device's memory: FP8 weights are drawn as random bytes, never as floats.
+The values keep a network alive rather than imitate training: a linear layer maps inputs of unit variance to
+outputs of unit variance, but for those that write to the residual stream; norms are ones, and routers see
+scores of unit variance, so tokens spread over all experts. Speed is that of the device's memory: FP8 weights
+are drawn as random bytes, never as floats.
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ from nextn.models.specs import TensorSpec
 
 BIAS_STD = 0.01
 """Spread of the router's correction bias: not zero, and small beside the sigmoid scores' own spread."""
+
+RESIDUAL_SCALE = 1e-3
+"""What attention and feed-forward add to the residual stream, relative to the embedding in it.
+
+Small, so that a token chooses its experts whatever stands before it, as with the random weights of other
+engines: a benchmark that writes the same token in every row then reads as few experts as theirs.
+"""
 
 
 def fill_dummy(
@@ -67,7 +75,8 @@ def weight_std(spec: TensorSpec) -> float:
         return BIAS_STD
     if spec.name.endswith("embed_tokens.weight"):
         return 1.0
-    return float(spec.shape[-1] ** -0.5)
+    adds = spec.name.endswith(("o_proj.weight", "down_proj.weight"))
+    return float(spec.shape[-1] ** -0.5) * (RESIDUAL_SCALE if adds else 1.0)
 
 
 def random_fp8(

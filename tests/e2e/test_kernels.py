@@ -1,4 +1,4 @@
-"""The engine on its kernels from end to end, in Triton's interpreter: what a GPU runs, on a tiny bf16 model."""
+"""The engine on its kernels from end to end, in Triton's interpreter, on a tiny bf16 model."""
 
 from __future__ import annotations
 
