@@ -23,6 +23,7 @@ ENGINE_FLAGS = {
     "--max-waiting-requests",
     "--mem-fraction",
     "--no-coupled-drafting",
+    "--no-cuda-graphs",
     "--num-pages",
     "--num-steps",
     "--page-size",

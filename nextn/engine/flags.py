@@ -218,7 +218,8 @@ def _add_machine_flags(parser: argparse.ArgumentParser, default: EngineConfig) -
         "--no-cuda-graphs",
         dest="cuda_graphs",
         action="store_false",
-        help="launch every kernel of a decode step from the host, which is slower; to look for faults",
+        help="on a GPU, launch each kernel of a decode step from the host, which is much slower; to look for "
+        "faults (default: recorded steps are replayed)",
     )
     group.add_argument(
         "--seed",
