@@ -78,7 +78,7 @@ class _Shape:
         sms = attention.processors_of(inputs.q.device)
         default = attention.choose_config(self.rows, self.nodes, self.heads, KV_LORA, VALUE, sms)
         found = {}
-        for block, stages in ((64, default.stages), (32, 3), (32, 4)):
+        for block, stages in ((64, 2), (32, 3), (32, 4)):
             for fraction in (1.0, 0.97, 0.5):
                 for least in (1, 2):
                     splits = max(1, int(default.splits * fraction))
@@ -86,12 +86,6 @@ class _Shape:
                         block_kv=block, stages=stages, splits=splits, least_blocks=least
                     )
                     found[f"kv {block} stages {stages} splits {splits} least {least}"] = config
-        for rows, block, stages in ((16, 64, 3), (16, 64, 2), (16, 32, 4), (16, 32, 6), (64, 64, 2)):
-            tiles = -(-self.nodes * self.heads // rows)
-            config = default._replace(
-                block_rows=rows, block_kv=block, stages=stages, splits=max(1, sms // tiles)
-            )
-            found[f"rows {rows} kv {block} stages {stages} w{config.warps}"] = config
         for slots, warps in ((4, 4), (8, 4), (32, 4), (16, 2), (16, 8)):
             found[f"merge slots {slots} w{warps}"] = default._replace(merge_slots=slots, merge_warps=warps)
         for values, warps in ((16, 4), (32, 8), (64, 4), (128, 4), (128, 8)):

@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nextn.kernels.launch import launch_options, wait_for_inputs
 
@@ -52,14 +51,13 @@ def choose_config(
     rows: int, nodes: int, heads: int, kv_lora: int, value_dim: int, processors: int, block_kv: int = 64
 ) -> AttentionConfig:
     """The configuration for `rows` of `nodes` with `heads` heads on a device of `processors` SMs."""
-    # 16 pairs' queries leave room for one more block in flight. Between 16 and 64 the registers would spill.
-    block_rows = 16 if nodes * heads <= 16 else 64
+    block_rows = 64
     tiles = triton.cdiv(nodes * heads, block_rows)
     return AttentionConfig(
         block_kv=block_kv,
         block_rows=block_rows,
         warps=8,
-        stages=3 if block_rows == 16 else 2,
+        stages=2,
         splits=max(1, processors // tiles),
         least_blocks=1,
         merge_slots=32 if rows * nodes * heads <= processors else 16,
@@ -134,7 +132,6 @@ def decode_attention(
     if config is None:
         processors = processors_of(q.device)
         config = choose_config(rows, nodes, heads, kv_lora, value_dim, processors, plan.block_kv)
-    assert scale > 0, "scores are scaled after their maximum is taken, so scale must be positive"
     assert config.block_kv == plan.block_kv, f"plan of blocks of {plan.block_kv}, call of {config.block_kv}"
     tiles = triton.cdiv(nodes * heads, config.block_rows)
     # A program that ends in a row's middle shares it with the next, so program + row is a slot of its own.
@@ -150,16 +147,9 @@ def decode_attention(
     }
     width, page_size = q.shape[2], cache_layer.shape[1]
     rope = width - kv_lora
-    latents = ropes = None  # descriptors of the cache; without them all entries come by pointers
-    if tail.stride(1) == width and _fits_descriptors(cache_layer, kv_lora, config.block_kv):
-        entries = cache_layer.view(-1, width)
-        latents = TensorDescriptor.from_tensor(entries[:, :kv_lora], [config.block_kv, kv_lora])
-        ropes = TensorDescriptor.from_tensor(entries[:, kv_lora:], [config.block_kv, rope])
     _attention_kernel[(tiles, config.splits)](
         q,
         cache_layer,
-        latents,
-        ropes,
         page_table,
         prefix_lens,
         tail,
@@ -179,23 +169,13 @@ def decode_attention(
         ROPE=rope,
         ROPE_BLOCK=max(16, triton.next_power_of_2(rope)),
         BLOCK_KV=config.block_kv,
-        REST_KV=config.block_kv if latents is None else min(config.block_kv, 32),
         STAGES=config.stages,
-        REST_STAGES=config.stages if latents is None else 1,
         PAGE_SIZE=page_size,
         SHORT_MASK=tail.shape[1] <= 32,
         num_warps=config.warps,
         **common,
     )
     return _merge(partial, log_sums, w_uv, plan, config, (rows, nodes, heads))
-
-
-def _fits_descriptors(cache_layer: Tensor, kv_lora: int, block_kv: int) -> bool:
-    """Whether TMA can fetch a block: it lies on one page, and both its parts are powers of two of columns."""
-    pages, page_size, width = cache_layer.shape
-    parts = (kv_lora, width - kv_lora)
-    fits = all(size >= 16 and size & (size - 1) == 0 for size in parts)
-    return fits and page_size % block_kv == 0 and pages * page_size < 2**31
 
 
 def _merge(
@@ -315,14 +295,6 @@ def _pages(table_ptr, block, prefix, BLOCK_KV: tl.constexpr, PAGE_SIZE: tl.const
 
 
 @triton.jit
-def _first_slot(table_ptr, block, BLOCK_KV: tl.constexpr, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Slot of a block's first entry in the cache, whose pages each hold whole blocks."""
-    position = block * BLOCK_KV
-    page = tl.load(table_ptr + position // PAGE_SIZE)
-    return page.to(tl.int32) * PAGE_SIZE + position % PAGE_SIZE
-
-
-@triton.jit
 def _entries(  # type: ignore[no-untyped-def]
     cache_ptr,
     row_tail_ptr,
@@ -345,18 +317,9 @@ def _entries(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rest(block, prefix_blocks, prefix_rests, tail_rests, FACTOR: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Number of a row's block where it is cut into smaller ones, FACTOR of a whole one."""
-    in_tail = prefix_rests + tl.minimum((block - prefix_blocks) * FACTOR, tail_rests)
-    return tl.where(block >= prefix_blocks, in_tail, block * FACTOR)
-
-
-@triton.jit
 def _attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
     cache_ptr,
-    latents_desc,
-    ropes_desc,
     table_ptr,
     lens_ptr,
     tail_ptr,
@@ -379,9 +342,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     ROPE_BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    REST_KV: tl.constexpr,
     STAGES: tl.constexpr,
-    REST_STAGES: tl.constexpr,
     LEAST_BLOCKS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SHORT_MASK: tl.constexpr,
@@ -409,6 +370,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     pairs = nodes * heads
     column, rope_column = tl.arange(0, LATENT), tl.arange(0, ROPE_BLOCK)
     in_latent, in_rope = (column < KV_LORA)[None, :], (rope_column < ROPE)[None, :]
+    key = tl.arange(0, BLOCK_KV)
+    shift = (key & 31) if SHORT_MASK else key.to(tl.int64)
     for each in range(first_row, last_row + 1):
         # Zero, unknown to the compiler: else it computes what follows once, before the rows, and holds it in
         # registers, all of which the inner loop needs.
@@ -423,63 +386,20 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         query_ptr = q_ptr + (row * pairs).to(tl.int64) * (KV_LORA + ROPE) + pair[:, None] * (KV_LORA + ROPE)
         q_latent = tl.load(query_ptr + column[None, :], mask=keep[:, None] & in_latent, other=0.0)
         q_rope = tl.load(query_ptr + KV_LORA + rope_column[None, :], mask=keep[:, None] & in_rope, other=0.0)
+        seen_ptr = mask_ptr + row * nodes + pair // heads
+        seen = tl.load(seen_ptr, mask=keep, other=-1)
+        if SHORT_MASK:
+            seen = seen.to(tl.int32)
 
         peak = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         norm = tl.zeros([BLOCK_ROWS], tl.float32)
         values = tl.zeros([BLOCK_ROWS, LATENT], tl.float32)
         first_block = tl.maximum(here * run - row_begin, 0)
+        page = _pages(row_table_ptr, first_block, prefix, BLOCK_KV, PAGE_SIZE)
         last_block = tl.minimum(here * run + run, row_end) - row_begin
-        if latents_desc is not None:
-            # The prefix's whole blocks: every node sees all of their entries, so nothing is masked, and peaks
-            # are finite. Sums are taken over the columns once, after the loop.
-            whole = tl.minimum(prefix // BLOCK_KV, last_block)
-            parts = tl.zeros([BLOCK_ROWS, BLOCK_KV], tl.float32)
-            slot = 0
-            if first_block < whole:
-                slot = _first_slot(row_table_ptr, first_block, BLOCK_KV, PAGE_SIZE)
-            for block in tl.range(first_block, whole, num_stages=STAGES):
-                latent = latents_desc.load([slot, 0])
-                rope = ropes_desc.load([slot, 0])
-                if block + 1 < whole:  # a branch, so that this load is not pipelined through shared memory
-                    slot = _first_slot(row_table_ptr, block + 1, BLOCK_KV, PAGE_SIZE)
-                # Always so, all three: as in the other loop a branch keeps Triton from seeing a chain.
-                if first_block >= 0:
-                    scores = tl.dot(q_rope, tl.trans(rope))
-                else:
-                    scores = tl.zeros([BLOCK_ROWS, BLOCK_KV], tl.float32)
-                if block >= 0:
-                    scores = tl.dot(q_latent, tl.trans(latent), scores)
-                    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
-                    exact = tl.exp2(scores * scale - new_peak[:, None])
-                    shrink = tl.exp2(peak - new_peak)
-                    parts = parts * shrink[:, None] + exact
-                    peak = new_peak
-                    weights = exact.to(latent.dtype)
-                else:
-                    weights = tl.dot(q_rope, tl.trans(rope)).to(latent.dtype)
-                    shrink = tl.full([BLOCK_ROWS], 1.0, tl.float32)
-                if last_block >= 0:
-                    values = tl.dot(weights, latent, values * shrink[:, None])
-            norm = tl.sum(parts, 1)
-            first_block = tl.maximum(first_block, whole)
-        seen_ptr = mask_ptr + row * nodes + pair // heads
-        seen = tl.load(seen_ptr, mask=keep, other=-1)
-        if SHORT_MASK:
-            seen = seen.to(tl.int32)
-        # Without descriptors all blocks are left; else the prefix's last entries and the tail, and these in
-        # smaller blocks, for they are few and a tail is short.
-        if latents_desc is not None:
-            prefix_rests, tail_rests = tl.cdiv(prefix, REST_KV), tl.cdiv(tail_len, REST_KV)
-            first_block = _rest(first_block, prefix_blocks, prefix_rests, tail_rests, BLOCK_KV // REST_KV)
-            last_block = _rest(last_block, prefix_blocks, prefix_rests, tail_rests, BLOCK_KV // REST_KV)
-        else:
-            prefix_rests = prefix_blocks
-        key = tl.arange(0, REST_KV)
-        shift = (key & 31) if SHORT_MASK else key.to(tl.int64)
-        page = _pages(row_table_ptr, first_block, prefix, REST_KV, PAGE_SIZE)
-        for block in tl.range(first_block, last_block, num_stages=REST_STAGES):
-            in_tail = block >= prefix_rests
-            first = tl.where(in_tail, block - prefix_rests, block) * REST_KV
+        for block in tl.range(first_block, last_block, num_stages=STAGES):
+            in_tail = block >= prefix_blocks
+            first = tl.where(in_tail, block - prefix_blocks, block) * BLOCK_KV
             beyond = first >> 31  # another unknown zero
             count = tl.where(in_tail, tail_len, prefix) - first  # entries from here on
             entry_ptr = _entries(
@@ -489,8 +409,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                 first,
                 key,
                 in_tail,
-                (KV_LORA + ROPE) if latents_desc is not None else tail_stride,
-                REST_KV,
+                tail_stride,
+                BLOCK_KV,
                 PAGE_SIZE,
                 KV_LORA + ROPE,
             )[:, None]
@@ -498,7 +418,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             latent = tl.load(entry_ptr + column[None, :], mask=present & in_latent, other=0.0)
             rope = tl.load(entry_ptr + KV_LORA + rope_column[None, :], mask=present & in_rope, other=0.0)
             # The next block's page is asked for one round ahead, so that its loads need not wait for it.
-            page = _pages(table_ptr + (row + beyond) * table_stride, block + 1, prefix, REST_KV, PAGE_SIZE)
+            page = _pages(table_ptr + (row + beyond) * table_stride, block + 1, prefix, BLOCK_KV, PAGE_SIZE)
             # Always so: no block is empty. Branches shape what Triton makes of the loop: two products in one
             # region it takes for a chain and has both warp groups compute all scores; and it issues the next
             # block's loads before branches, but after products, where little is left to hide them. An empty

@@ -58,7 +58,8 @@ def choose_config(tokens: int, rows: int, columns: int, *, fp8: bool) -> Config:
         return Config(128, 128, 1, warps=8, stages=3)
     tile = max(LEAST_DOT, triton.next_power_of_2(tokens))
     splits = _choose_splits(triton.cdiv(rows, 64), triton.cdiv(columns, 128))
-    return Config(tile, 64, splits, warps=4, stages=3 if fp8 else 4)
+    # Two steps' weights are on their way from memory while the kernel before, often a small one, still runs.
+    return Config(tile, 64, splits, warps=4, stages=3 if fp8 else 4, prefetch=2)
 
 
 def _choose_splits(row_blocks: int, steps: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from nextn.kernels.fp8 import widen
 from nextn.kernels.launch import launch_options, wait_for_inputs
 from nextn.kernels.ref.gemm import FP8, Block, scale_shape
-from nextn.kernels.ref.moe import SUMMANDS_IN_FULL, ExpertWeights, SharedExperts
+from nextn.kernels.ref.moe import ExpertWeights, SharedExperts
 
 DECODE_TOKENS = 64  # up to here one order of every sum, so that a token's result does not depend on its batch
 UNLISTED_TOKENS = 16  # up to here programs find their work themselves
@@ -74,12 +74,11 @@ def moe_summands(
     *,
     config: MoeConfig | None = None,
 ) -> Tensor:
-    """Every token's experts one by one.  # [k + parts, N, hidden] float32, or bfloat16
+    """Every token's experts one by one.  # [k + parts, N, hidden] bfloat16
 
     x [N, hidden] bfloat16 (rows may be apart), weights [N, k] float32, indices [N, k] int64, distinct in a
     row or -1. Summand j < k is weights[:, j] times the expert's output; where indices is -1 it is left as
-    allocated. The last `shared.parts` are the shared experts' parts. More than SUMMANDS_IN_FULL tokens give
-    bfloat16. Nothing is read on the host.
+    allocated. The last `shared.parts` are the shared experts' parts. Nothing is read on the host.
     """
     _check_inputs(x, weights, indices)
     _check_weights(experts, x.shape[1])
@@ -89,8 +88,8 @@ def moe_summands(
     if shared is not None:
         _check_weights(_as_experts(shared, experts.block), hidden)
         parts = shared.parts(experts)
-    dtype = torch.float32 if tokens <= SUMMANDS_IN_FULL else torch.bfloat16
-    out = torch.empty(top_k + parts, tokens, hidden, dtype=dtype, device=x.device)
+    # Half of float32's bytes to write and read again; each is rounded once, as in the models' own code.
+    out = torch.empty(top_k + parts, tokens, hidden, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
     if shared is None or _run_together(experts, shared, parts):

@@ -7,7 +7,8 @@ import torch
 
 from nextn.config import SpecConfig
 from nextn.kernels import ops
-from tests.tiny import prompt_of, request, run, tiny_engine, tiny_models
+from tests.tiny import prompt_of, run, tiny_engine, tiny_models
+from tests.tiny import request as make_request
 
 SHAPES = (None, SpecConfig(2, 4, 4), SpecConfig(3, 1, 4), SpecConfig(3, 3, 6))
 
@@ -23,7 +24,7 @@ def _texts(spec: SpecConfig | None, temperature: float) -> dict[str, list[int]]:
     models = tiny_models(dtype=torch.bfloat16)
     engine = tiny_engine(models, spec=spec, page_size=4, num_pages=60, chunked_prefill_size=7)
     requests = [
-        request(str(i), prompt_of(4 + 7 * i, i), max_tokens=5, temperature=temperature, seed=i)
+        make_request(str(i), prompt_of(4 + 7 * i, i), max_tokens=5, temperature=temperature, seed=i)
         for i in range(2)
     ]
     return run(engine, requests)
@@ -43,3 +44,23 @@ def test_kernels_bring_the_tokens_of_their_twins(
 def test_sampling_on_kernels_gives_the_same_tokens_with_and_without_a_tree() -> None:
     """The noise of a position is the same whichever kernel and level asks for it."""
     assert _texts(SpecConfig(2, 4, 4), 0.8) == _texts(None, 0.8)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.7, "frequency_penalty": 0.5}],
+    ids=["filters", "penalties"],
+)
+def test_float64_on_a_gpu_mixes_kernels_and_plain_torch_exactly(
+    params: dict[str, float], request: pytest.FixtureRequest
+) -> None:
+    """Layers run plain torch, trees and noise run kernels: the CPU's tokens, with a tree and without."""
+
+    def texts(spec: SpecConfig | None) -> dict[str, list[int]]:
+        engine = tiny_engine(spec=spec, page_size=4, num_pages=60)
+        requests = [make_request(str(i), prompt_of(5, i), max_tokens=6, seed=i, **params) for i in range(2)]
+        return run(engine, requests)
+
+    expected = texts(None)
+    request.getfixturevalue("on_kernels")
+    assert texts(SpecConfig(2, 4, 4)) == expected

@@ -113,8 +113,12 @@ def test_compaction_equals_its_twin_where_paths_overlap(width: int) -> None:
 def test_fp8_weights_kept_on_the_device_answer_as_the_cpu_s_do() -> None:
     """The demo in float32: FP8 weights dequantised at use on the GPU, once at load on the CPU."""
     params = SamplingParams(max_tokens=24, temperature=0.0)
-    on_gpu = LLM("demo", device="cuda", dtype="float32", num_pages=64, max_model_len=512)
-    on_cpu = LLM("demo", device="cpu", dtype="float32", num_pages=64, max_model_len=512)
+    on_gpu = LLM(
+        "demo", device="cuda", dtype="float32", num_pages=64, max_model_len=512, max_running_requests=4
+    )
+    on_cpu = LLM(
+        "demo", device="cpu", dtype="float32", num_pages=64, max_model_len=512, max_running_requests=4
+    )
     left, right = on_gpu.generate(list(PROMPTS), params), on_cpu.generate(list(PROMPTS), params)
     assert [each.text for each in left] == [each.text for each in right]
 
@@ -122,7 +126,7 @@ def test_fp8_weights_kept_on_the_device_answer_as_the_cpu_s_do() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_demo_s_text_in_float32_is_the_same_with_and_without_speculation(temperature: float) -> None:
     """On the device's default route but in float32, where a flip is a chance of one in 100,000 tokens."""
-    llm = LLM("demo", device="cuda", dtype="float32", num_pages=64, max_model_len=512)
+    llm = LLM("demo", device="cuda", dtype="float32", num_pages=64, max_model_len=512, max_running_requests=4)
     params = [SamplingParams(max_tokens=48, temperature=temperature, seed=i) for i in range(len(PROMPTS))]
     drafted = llm.generate(list(PROMPTS), params)
     assert llm.engine.counters.acceptance.length > 1.5
@@ -135,7 +139,7 @@ def test_the_demo_drafts_as_well_in_bfloat16_as_in_float32() -> None:
     """Acceptance is the draft's regression test: precision may move it by chance only."""
     lengths = []
     for dtype in ("float32", "bfloat16"):
-        llm = LLM("demo", device="cuda", dtype=dtype, num_pages=64, max_model_len=512)
+        llm = LLM("demo", device="cuda", dtype=dtype, num_pages=64, max_model_len=512, max_running_requests=4)
         llm.generate(list(PROMPTS), SamplingParams(max_tokens=96, temperature=0.0))
         lengths.append(llm.engine.counters.acceptance.length)
     assert abs(lengths[0] - lengths[1]) < 0.35, lengths

@@ -88,6 +88,25 @@ def test_batches_shrink_and_refill_between_buckets(models: Models, spec: SpecCon
     assert again == texts
 
 
+@pytest.mark.parametrize(
+    "params",
+    [{"top_p": 0.9, "top_k": 12, "min_p": 0.01}, {"frequency_penalty": 0.5, "repetition_penalty": 1.2}],
+)
+def test_shapes_that_were_not_captured_at_the_start_are_at_first_use(
+    models: Models, params: dict[str, float]
+) -> None:
+    """Filters and penalties: the tokens are those of single launches of the same batch."""
+    texts = []
+    for graphs in (True, False):
+        engine = _engine(models, SPEC, graphs=graphs, rows=2)
+        requests = [
+            request(str(r), prompt_of(9, r), max_tokens=20, temperature=0.8, seed=r, **params)
+            for r in range(2)
+        ]
+        texts.append(run(engine, requests))
+    assert texts[0] == texts[1]
+
+
 def test_padded_rows_touch_nothing(models: Models) -> None:
     """Three rows in a bucket of four: the scratch row's pages and every page of nobody stay NaN."""
     engine = _engine(models, SPEC, graphs=True)
@@ -116,11 +135,11 @@ def test_the_host_runs_ahead_of_the_device(models: Models) -> None:
 
 
 def test_graphs_of_every_bucket_and_shape_stay_small(models: Models) -> None:
-    """Eight buckets of two shapes share one pool."""
-    engine = _engine(models, None, graphs=False, rows=128)
+    """Five buckets of two shapes share one pool."""
+    engine = _engine(models, None, graphs=False, rows=16)
     torch.cuda.synchronize()
     free, _ = torch.cuda.mem_get_info()
-    graphs = StepGraphs(engine.worker.models, engine.worker.state, StepOptions(), 128)
+    graphs = StepGraphs(engine.worker.models, engine.worker.state, StepOptions(), 16)
     with torch.inference_mode():
         graphs.capture([Shape(None), Shape(SPEC)])
     assert free - torch.cuda.mem_get_info()[0] < 1 << 30

@@ -56,10 +56,6 @@ class SharedExperts(NamedTuple):
         return total // width if total % width == 0 and whole_blocks else 1
 
 
-SUMMANDS_IN_FULL = 256
-"""Tokens up to which summands keep the accumulation's dtype; longer inputs halve the memory instead."""
-
-
 def silu_and_mul(x: Tensor) -> Tensor:
     """silu of the first half of the last dimension times the second half.  # [..., 2I] -> [..., I]"""
     gate, up = x.chunk(2, -1)
@@ -90,11 +86,11 @@ def moe_summands(
     *,
     config: object = None,
 ) -> Tensor:
-    """Every token's experts one by one.  # [k + parts, N, H], float32 (float64 for float64 x)
+    """Every token's experts one by one.  # [k + parts, N, H], x's dtype
 
     x [N, H], weights [N, k], indices [N, k] int64, distinct in a row. Summand j < k is weights[:, j] times
     the expert's output, undefined (here 0) where indices is -1; the last `shared.parts` are the shared
-    experts' parts. More than `SUMMANDS_IN_FULL` tokens give x's dtype. `config` is for the kernel.
+    experts' parts. `config` is for the kernel.
     """
     top_k, wide = indices.shape[-1], accumulation_dtype(x.dtype)
     shares = [] if shared is None else _shared_summands(x, shared, shared.parts(experts), experts.block)
@@ -106,7 +102,7 @@ def moe_summands(
                 out[j, rows] = weights[rows, j, None].to(wide) * _run_experts((x[rows],), [number], experts)
     for part, share in enumerate(shares):
         out[top_k + part] = share
-    return out if x.shape[0] <= SUMMANDS_IN_FULL else out.to(x.dtype)
+    return out.to(x.dtype)
 
 
 def _shared_summands(x: Tensor, shared: SharedExperts, parts: int, block: Block) -> list[Tensor]:

@@ -9,9 +9,7 @@ from nextn.kernels import attention
 PROCESSORS = 132  # SMs of an H200
 
 
-def _decode(
-    rows: int, nodes: int, heads: int, *, page_size: int = 64, tail_len: int = 4, tail_width: int = 576
-) -> None:
+def _decode(rows: int, nodes: int, heads: int, *, page_size: int = 64, tail_len: int = 4) -> None:
     def bf16(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
 
@@ -22,7 +20,7 @@ def _decode(
         bf16(4, page_size, 576),
         torch.zeros(rows, 4, dtype=torch.int64),
         prefix_lens,
-        bf16(rows, tail_len, tail_width)[..., :576],
+        bf16(rows, tail_len, 576),
         torch.ones(rows, nodes, dtype=torch.int64),
         0.1,
         bf16(heads, 256, 512)[:, 128:],
@@ -39,22 +37,9 @@ def many_rows_tree() -> None:
     _decode(16, 4, 16)
 
 
-def many_rows_of_one_node() -> None:
-    _decode(16, 1, 16, tail_len=1)
-
-
 def long_tail_all_heads() -> None:
     _decode(2, 8, 128, tail_len=40)
 
 
 def odd_pages() -> None:
     _decode(2, 4, 16, page_size=48)
-
-
-def odd_pages_of_one_node() -> None:
-    _decode(2, 1, 16, page_size=48)
-
-
-def strided_tail() -> None:
-    """Which descriptors cannot serve."""
-    _decode(16, 4, 16, tail_width=640)
