@@ -15,7 +15,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,7 +46,7 @@ FIXED_WARMUP = 60
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of the table; the targets are in ms a step on one H200 (docs/log.md says whose they are)."""
+    """One row of the table; the targets are in ms a step on one H200."""
 
     context: int
     batch: int
@@ -106,10 +106,11 @@ def run_cases(
 ) -> list[dict[str, object]] | None:
     """Measure every case; None when captured and plain launches disagree, because no figure counts then."""
     results: dict[str, dict[str, object]] = {}
+    specs = {None if case.spec == "plain" else SpecConfig.parse(case.spec) for case in cases}
+    if not all(captured_steps_agree(engine, batch, specs) for batch in sorted({c.batch for c in cases})):
+        return None
     for context, batch in sorted({(case.context, case.batch) for case in cases}):
         group = [case for case in cases if (case.context, case.batch) == (context, batch)]
-        if not results and not captured_steps_agree(engine, context, batch):
-            return None
         started = time.perf_counter()
         longest = SpecConfig(3, 1, 4)
         room = (args.output_len + FIXED_WARMUP * longest.width + 2 * spare_tokens(longest)) * len(group)
@@ -122,18 +123,20 @@ def run_cases(
     return [results[case.name] for case in cases]
 
 
-def captured_steps_agree(engine: Engine, context: int, batch: int) -> bool:
-    """Whether a few cycles bring the same tokens as graphs and op by op, with the tree and without."""
+def captured_steps_agree(engine: Engine, batch: int, specs: Iterable[SpecConfig | None]) -> bool:
+    """Whether a few cycles of each shape bring the same tokens as graphs and launched op by op."""
     if not engine.worker.runs_ahead:
         return True
-    for spec in (engine.spec, None):
+    for spec in specs:
         brought = []
         for eager in (False, True):
-            run = BatchRun(engine, prompts(engine, min(context, 256), batch, seed=1), 64, 0.0)
+            run = BatchRun(engine, prompts(engine, 256, batch, seed=1), 64, 0.0)
             brought.append([run.step(spec, eager=eager) for _ in range(CHECKED_CYCLES)])
             run.close()
         if brought[0] != brought[1]:
-            print(f"captured steps and single launches disagree ({spec or 'plain'}): no figures")
+            print(
+                f"captured steps and single launches disagree ({spec or 'plain'}, batch {batch}): no figures"
+            )
             return False
     return True
 
@@ -192,7 +195,7 @@ def prompts(engine: Engine, context: int, batch: int, seed: int) -> list[list[in
 
 
 def _engine(args: argparse.Namespace, cases: Sequence[Case]) -> Engine:
-    """The engine, with rows and length for the largest case unless flags say otherwise."""
+    """The engine, with rows for the largest batch at least."""
     if not cases:
         raise NextnError(
             f"no case's name holds {args.match!r}; the cases: {', '.join(c.name for c in CASES)}"

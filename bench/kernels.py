@@ -2,7 +2,8 @@
 
 `python -m bench.kernels [NAME ...] [--tune]` runs the cases of bench/kernel_cases. A case is checked against
 its twin first; after a failed check nothing of it is timed and the exit status is 1. With --tune the
-candidate configurations of each case are timed too, best first; --jobs processes compile them beforehand.
+candidate configurations of each case are timed too, best first and unchecked; --jobs processes compile them
+beforehand.
 Times are of CUDA graph replays over inputs that rotate past the L2, so weights and caches come from memory,
 as in a model.
 """
@@ -154,8 +155,8 @@ def compile_ahead(args: argparse.Namespace) -> None:
     flags = [*args.names, "--match", args.match, *(["--tune"] if args.tune else [])]
     command = [sys.executable, "-m", "bench.kernels", *flags, "--shard"]
     workers = [subprocess.Popen([*command, f"{i}/{args.jobs}"]) for i in range(args.jobs)]
-    for worker in workers:
-        worker.wait()
+    if any([worker.wait() for worker in workers]):
+        print("a compiling process failed; what it left out is compiled when it is timed", flush=True)
 
 
 def compile_shard(cases: Sequence[Case], shard: str, *, tune: bool) -> None:

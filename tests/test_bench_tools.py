@@ -72,8 +72,9 @@ def test_no_cycle_is_timed_when_captured_and_single_launches_disagree(
 
     engine = tiny_engine(spec=SpecConfig(2, 4, 4))
     monkeypatch.setattr(cycles, "_engine", lambda *_: engine)
-    monkeypatch.setattr(cycles, "CASES", (cycles.Case(16, 1, "plain", "real", 6.0, 3.8),))
-    monkeypatch.setattr(cycles, "captured_steps_agree", lambda *_: False)
+    cases = tuple(cycles.Case(16, batch, "plain", "real", 6.0, 3.8) for batch in (1, 2))
+    monkeypatch.setattr(cycles, "CASES", cases)
+    monkeypatch.setattr(cycles, "captured_steps_agree", lambda _engine, batch, _specs: batch != 2)
     assert cycles.main(["demo", "--jsonl", str(tmp_path / "out.jsonl")]) == 1
     assert " ms" not in capsys.readouterr().out
     assert not (tmp_path / "out.jsonl").exists()

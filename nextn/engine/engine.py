@@ -50,8 +50,9 @@ class _Flying:
 class Engine:
     """Continuous batching over one worker.
 
-    On a GPU one decode step is always under way while the host delivers the one before; a row that turns
-    out to have ended then has run once too often, and that step's tokens are dropped.
+    With captured steps (bfloat16 on a GPU) one decode step is always under way while the host delivers the
+    one before; a row that turns out to have ended then has run once too often, and that step's tokens are
+    dropped.
 
     spec: the tree's shape of the next decode step, or None for plain decoding; it may change between steps.
     tokenizer: None with dummy weights, which come without tokenizer files; outputs then carry no text.
@@ -154,7 +155,7 @@ class Engine:
         return bool(self._streams or self._pending or self._flying)
 
     def step(self) -> list[Output]:
-        """Start what comes next and return what has come: on a GPU, from the decode step before."""
+        """Start what comes next and return what has come: with captured steps, from the step before."""
         outputs, self._pending = self._pending, []
         flying, self._flying = self._flying, None
         if flying is not None:

@@ -76,7 +76,7 @@ def _budget(cfg: ModelConfig, config: EngineConfig, device: torch.device, dtype:
     free, total = torch.cuda.mem_get_info(device)
     reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     taken = total - free - reusable
-    steps = _prefill_bytes(cfg, config) + _decode_bytes(cfg, config)
+    steps = _prefill_bytes(cfg, config) + _decode_bytes(cfg, config, dtype)
     return int(total * config.mem_fraction) - taken - steps - _row_bytes(cfg, config, dtype)
 
 
@@ -91,13 +91,13 @@ def _prefill_bytes(cfg: ModelConfig, config: EngineConfig) -> int:
     return tokens * (stream + max(queries, feed_forward)) + ATTENTION_BYTES
 
 
-def _decode_bytes(cfg: ModelConfig, config: EngineConfig) -> int:
+def _decode_bytes(cfg: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
     """Most that the decode steps hold: their graphs and what the largest batch computes with."""
     nodes = config.max_running_requests * config.largest_tree
     experts = cfg.num_experts_per_tok + cfg.n_shared_experts if cfg.n_routed_experts else 1
     logits = 4 * 4 * cfg.vocab_size  # logits, scores, noise and one more of the size
     work = nodes * (logits + 4 * cfg.hidden_size * (experts + 16))
-    return work + (GRAPH_BYTES if config.cuda_graphs else 0)
+    return work + (GRAPH_BYTES if config.cuda_graphs and dtype == torch.bfloat16 else 0)
 
 
 def _row_bytes(cfg: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:

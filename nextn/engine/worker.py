@@ -335,11 +335,18 @@ def choose_device(name: str) -> torch.device:
 
 
 def check_kernels(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse at the start what the bfloat16 kernels cannot run, with what would do instead.
+    """Refuse at the start what the kernels cannot run, with what would do instead.
 
-    Wider dtypes run plain torch, slowly and on any GPU.
+    Wider dtypes run the layers in plain torch, slowly, on any GPU; trees, noise and compaction are kernels
+    there too.
     """
-    if device.type != "cuda" or dtype != torch.bfloat16:
+    if device.type != "cuda":
+        return
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            "a GPU needs Triton; install it with pip install 'nextn[gpu]', or give --device cpu"
+        )
+    if dtype != torch.bfloat16:
         return
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < HOPPER:
@@ -347,8 +354,6 @@ def check_kernels(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) ->
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; the bfloat16 "
             f"kernels need {HOPPER[0]}.{HOPPER[1]} or newer (H100, H200). --dtype float32 runs on it, slowly"
         )
-    if importlib.util.find_spec("triton") is None:
-        raise ConfigError("bfloat16 on a GPU needs Triton; install it with pip install 'nextn[gpu]'")
     if cfg.n_routed_experts > MAX_EXPERTS:
         raise ConfigError(
             f"the kernels take at most {MAX_EXPERTS} routed experts, this model has {cfg.n_routed_experts}; "

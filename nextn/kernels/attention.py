@@ -2,7 +2,8 @@
 
 The blocks of all rows' contexts form one list, and each program takes a run of it whatever rows it crosses,
 so a long row next to short ones keeps every SM busy. A tile holds (node, head) pairs: one read of an entry
-serves the scores and, in its first kv_lora columns, the values of 64 of them.
+serves the scores and, in its first kv_lora columns, the values of 64 of them. Where a row is cut depends on
+the other rows' lengths, so its rounding depends on the batch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ INTERPRETED_SPLITS = 4  # programs where there are no SMs to fill
 
 
 class AttentionConfig(NamedTuple):
-    """How one call is cut up; every field follows from shapes alone."""
+    """How one call is cut up; every field follows from shapes and the number of SMs."""
 
     block_kv: int  # entries of a block; the plan counts in it
     block_rows: int  # (node, head) pairs of a tile

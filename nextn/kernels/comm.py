@@ -1,4 +1,4 @@
-"""Tensor parallelism behind three methods; one rank passes everything through.
+"""Tensor parallelism behind a few methods; one rank passes everything through.
 
 Every collective must be reached by all ranks in the same order. The process group is torch.distributed's
 default one, which whoever starts the ranks has initialised.

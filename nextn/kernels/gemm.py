@@ -1,8 +1,8 @@
 """Linear layers over bf16 or block-scaled FP8 weights, built to stream the weights at memory speed.
 
 Up to 64 rows the weight is the left operand, so few tokens fill the narrow side of the tensor cores' tile,
-and K is split over programs. Which K blocks are added in which order depends on the weight alone, so a token
-gets the same bits in whatever batch it stands. An FP8 weight becomes bf16 (exactly) in registers.
+and K is split over programs; the order of additions then depends on the weight alone, so a token gets the
+same bits in any such batch. An FP8 weight becomes bf16 (exactly) in registers.
 """
 
 from __future__ import annotations

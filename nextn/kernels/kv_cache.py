@@ -1,4 +1,4 @@
-"""Writes to the paged latent cache, one launch each; the twins in kernels/ref/kv_cache.py define them.
+"""Compaction of the paged latent cache in one launch; the twin in kernels/ref/kv_cache.py defines it.
 
 A slot is page * page_size + offset within one layer. An entry that is not valid is left out, and whatever
 its slot holds is never used as an address.
@@ -10,33 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nextn.kernels.launch import launch_options, wait_for_inputs
+
 COMPACT_COLUMNS = 64  # columns of a latent that one program moves, for a whole path at once
-
-
-def write_latents(cache_layer: Tensor, slots: Tensor, latents: Tensor, valid: Tensor | None = None) -> None:
-    """Store latents [N, C] at slots [N] int64 of cache_layer [pages, page_size, C] where `valid` [N].
-
-    Without `valid` all are. Valid slots are distinct. No host sync.
-    """
-    _check_cache(cache_layer)
-    count, width = latents.shape
-    assert cache_layer.shape[-1] == width, f"latents have {width} columns, the cache {cache_layer.shape[-1]}"
-    assert cache_layer.dtype == latents.dtype, f"latents are {latents.dtype}, the cache {cache_layer.dtype}"
-    assert slots.shape == (count,), f"slots must be [{count}], is {tuple(slots.shape)}"
-    assert valid is None or valid.shape == (count,), f"valid must be [{count}]"
-    assert latents.stride(1) == 1, "a latent's columns must be adjacent"
-    if count == 0:
-        return
-    _write_latents_kernel[(count,)](
-        cache_layer,
-        slots.contiguous(),
-        latents,
-        None if valid is None else valid.contiguous(),
-        cache_layer.stride(1),
-        latents.stride(0),
-        width,
-        BLOCK=triton.next_power_of_2(width),
-    )
 
 
 def compact(cache: Tensor, source_slots: Tensor, target_slots: Tensor, valid: Tensor) -> None:
@@ -63,6 +39,7 @@ def compact(cache: Tensor, source_slots: Tensor, target_slots: Tensor, valid: Te
         path,
         PATH_BLOCK=triton.next_power_of_2(path),
         COLUMNS=COMPACT_COLUMNS,
+        **launch_options(),
     )
 
 
@@ -70,20 +47,6 @@ def _check_cache(cache: Tensor) -> None:
     """[..., pages, page_size, C]: columns adjacent, and slots at one stride across pages."""
     assert cache.stride(-1) == 1, "a cache entry's columns must be adjacent"
     assert cache.stride(-3) == cache.shape[-2] * cache.stride(-2), "pages must follow each other"
-
-
-@triton.jit
-def _write_latents_kernel(  # type: ignore[no-untyped-def]
-    cache_ptr, slots_ptr, latents_ptr, valid_ptr, slot_stride, latent_stride, width, BLOCK: tl.constexpr
-):
-    entry = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    keep = column < width
-    if valid_ptr is not None:
-        keep &= tl.load(valid_ptr + entry) != 0
-    slot = tl.load(slots_ptr + entry)
-    latent = tl.load(latents_ptr + entry * latent_stride + column, mask=keep, other=0.0)
-    tl.store(cache_ptr + slot * slot_stride + column, latent, mask=keep)
 
 
 @triton.jit
@@ -98,7 +61,9 @@ def _compact_kernel(  # type: ignore[no-untyped-def]
     path,
     PATH_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     layer_ptr = cache_ptr + tl.program_id(1).to(tl.int64) * layer_stride
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)

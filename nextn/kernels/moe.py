@@ -46,7 +46,7 @@ def choose_config(
     """Decode spreads weights over all SMs from the first moment on, prefill reuses them in large tiles.
 
     `narrow`: two steps cover the columns of w2. `plain`: weights are bfloat16, twice as large as FP8. Up to
-    DECODE_TOKENS nothing may depend on `tokens`.
+    DECODE_TOKENS only `down_repeats`, which changes no sum, may depend on `tokens`.
     """
     if tokens <= DECODE_TOKENS:
         if narrow:
@@ -540,7 +540,7 @@ def _down_weights(  # type: ignore[no-untyped-def]
     return w_base, scale_base, stride, scale_stride, first
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # 1 would become a constant, which has no .to
 def _down_kernel(  # type: ignore[no-untyped-def]
     middle_ptr,
     w_ptr,

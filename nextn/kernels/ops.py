@@ -1,4 +1,7 @@
-"""Where each op runs: the Triton kernel for bfloat16 CUDA tensors, its plain-torch twin elsewhere.
+"""Where each op runs: as a Triton kernel or as its plain-torch twin.
+
+The layers' ops are kernels for bfloat16 on a GPU; what is chosen from logits, trees and compaction for any
+dtype there, but for filters, penalties and more than 64 children a node. Everything else runs the twin.
 
 Triton is imported at the first call that needs it, so a CPU installation does without. Shapes and meanings
 stand with the twins in kernels/ref. *Summands* [S, N, ...] are parts of a result whose sum over S is meant:
@@ -279,24 +282,6 @@ def level_noise(batch: SamplingBatch, first: Tensor, levels: int, vocab: int, dt
 
         return kernel(batch, first, levels, vocab, dtype)
     return ref_sampling.level_noise(batch, first, levels, vocab, dtype)
-
-
-def gumbel_noise(seed: Tensor, position: Tensor, choice: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
-    """Standard Gumbel noise [N, vocab], a function of seed, position, choice [N] int64 and the token id."""
-    if on_gpu(seed):
-        from nextn.kernels.noise import gumbel_noise as kernel
-
-        return kernel(seed, position, choice, vocab, dtype)
-    return ref_sampling.gumbel_noise(seed, position, choice, vocab, dtype)
-
-
-def write_latents(cache_layer: Tensor, slots: Tensor, latents: Tensor, valid: Tensor | None = None) -> None:
-    """Store latents [N, C] at slots [N] of cache_layer [pages, page_size, C] where `valid` [N], or all."""
-    if on_gpu(cache_layer):
-        from nextn.kernels.kv_cache import write_latents as kernel
-
-        return kernel(cache_layer, slots, latents, valid)
-    return ref_kv_cache.write_latents(cache_layer, slots, latents, valid)
 
 
 def compact(cache: Tensor, source_slots: Tensor, target_slots: Tensor, valid: Tensor) -> None:

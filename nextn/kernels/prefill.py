@@ -82,8 +82,8 @@ def choose_config(sizes: PrefillSizes, longest_chunk: int) -> PrefillConfig:
 def workspace_bytes(entries: int, sizes: PrefillSizes) -> int:
     """Most temporary bytes of one call, its output aside; `entries` of all requests, padded to key tiles.
 
-    Padding adds less than a key tile (128 entries) a request. With entries of the longest request alone it is
-    the bound for any batch if it exceeds WORKSPACE_BYTES; otherwise that is the bound.
+    Padding adds less than a key tile (`block_n` entries) a request. With entries of the longest request alone
+    it is the bound for any batch if it exceeds WORKSPACE_BYTES; otherwise that is the bound.
     """
     one_head = entries * (sizes.width + sizes.nope + sizes.v) * ITEM_BYTES
     all_heads = entries * (sizes.width + sizes.heads * (sizes.nope + sizes.v)) * ITEM_BYTES

@@ -25,8 +25,8 @@ BIAS_STD = 0.01
 RESIDUAL_SCALE = 1e-3
 """What attention and feed-forward add to the residual stream, relative to the embedding in it.
 
-Small, so that a token chooses its experts whatever stands before it, as with the random weights of other
-engines: a benchmark that writes the same token in every row then reads as few experts as theirs.
+Small, so that a token's experts depend on the token and little on what stands before it: rows that repeat
+one token then share experts.
 """
 
 

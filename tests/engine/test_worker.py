@@ -55,5 +55,6 @@ def test_a_gpu_without_triton_is_told_what_to_install(
     """Not an import error in the middle of the first step."""
     assert capability == [(9, 0)]
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match="needs Triton"):
-        check_kernels(CFG, GPU, torch.bfloat16)
+    for dtype in (torch.bfloat16, torch.float32):
+        with pytest.raises(ConfigError, match="needs Triton"):
+            check_kernels(CFG, GPU, dtype)

@@ -29,34 +29,6 @@ def invalid_slots(slots: Tensor, valid: Tensor) -> Tensor:
     return torch.where(valid, slots, 2_147_480_000)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [20, 64, 576])
-@pytest.mark.parametrize("masked", [False, True])
-def test_write_latents_equals_its_twin(masked, width, dtype):
-    actual = cache_of(1, 6, width, dtype)[0]
-    expected = actual.clone()
-    slots = torch.randperm(6 * PAGE, device=WHERE)[:7]
-    wide = torch.randn(7, width + 3, device=WHERE).to(dtype)
-    latents = wide[:, :width]  # rows further apart than they are long
-    valid = torch.tensor([1, 0, 1, 1, 0, 1, 0], dtype=torch.bool, device=WHERE) if masked else None
-    if valid is not None:
-        poison_(wide[~valid])
-        slots = invalid_slots(slots, valid)
-    kv_cache.write_latents(actual, slots, latents, valid)
-    ref.write_latents(expected, slots, latents, valid)
-    assert_close(actual, expected, "bitwise")
-
-
-@pytest.mark.parametrize("count", [0, 3])
-def test_write_of_nothing_valid_changes_nothing(count):
-    cache = cache_of(1, 3, 20, torch.float32)[0]
-    before = cache.clone()
-    latents = torch.full((count, 20), torch.nan, device=WHERE)
-    none = torch.zeros(count, dtype=torch.bool, device=WHERE)
-    kv_cache.write_latents(cache, torch.full((count,), -1, device=WHERE), latents, none)
-    assert_close(cache, before, "bitwise")
-
-
 @st.composite
 def paths(draw: st.DrawFn) -> tuple[list[list[int]], list[list[bool]]]:
     """Accepted node numbers of 1 to 3 rows (ascending from 0, the last repeated as padding) and validity."""
@@ -121,24 +93,21 @@ def test_compact_of_long_overlapping_paths_has_no_race():
     assert_close(cache, expected, "bitwise")
 
 
-def test_kernels_refuse_what_they_would_misread():
-    cache, slots = cache_of(1, 3, 20, torch.float32)[0], torch.arange(2, device=WHERE)
-    with pytest.raises(AssertionError, match=r"latents are torch\.bfloat16"):
-        kv_cache.write_latents(cache, slots, torch.zeros(2, 20, device=WHERE).bfloat16())
-    with pytest.raises(AssertionError, match="21 columns"):
-        kv_cache.write_latents(cache, slots, torch.zeros(2, 21, device=WHERE))
+def test_the_kernel_refuses_what_it_would_misread():
+    cache, slots = cache_of(2, 3, 20, torch.float32), torch.zeros(1, 2, dtype=torch.int64, device=WHERE)
+    yes = torch.ones(1, 2, dtype=torch.bool, device=WHERE)
+    with pytest.raises(AssertionError, match="targets and valid"):
+        kv_cache.compact(cache, slots, slots[:, :1], yes)
     with pytest.raises(AssertionError, match="pages must follow"):
-        kv_cache.write_latents(cache[:, :2], slots, torch.zeros(2, 20, device=WHERE))
+        kv_cache.compact(cache[:, :, :2], slots, slots, yes)
 
 
-def test_ops_write_and_compact():
-    """The dispatching names do what the kernels do."""
+def test_ops_compact():
+    """The dispatching name does what the kernel does."""
     actual = cache_of(2, 3, 20, torch.float32)
     expected = actual.clone()
-    latents, slots = torch.randn(2, 20, device=WHERE), torch.tensor([[1, 5]], device=WHERE)
+    slots = torch.tensor([[1, 5]], device=WHERE)
     yes = torch.ones(1, 2, dtype=torch.bool, device=WHERE)
-    ops.write_latents(actual[0], slots[0], latents)
     ops.compact(actual, slots, slots - 1, yes)
-    ref.write_latents(expected[0], slots[0], latents)
     ref.compact(expected, slots, slots - 1, yes)
     assert_close(actual, expected, "bitwise")

@@ -13,7 +13,6 @@ never change what a row without penalties, filters or temperature gets.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +30,6 @@ CPU_BLOCK = 32768  # words at a time: what one round writes stays in the cache (
 
 NO_TOKEN = -1
 """What `pick` returns for a node without any finite score, as NaN in the model leaves behind."""
-
-MakeNoise = Callable[[Tensor, Tensor, Tensor, int, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,27 +84,19 @@ def perturb(logp: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
     """
     if not batch.any_sampled:
         return logp
-    return logp + _row_noise(batch, positions, logp.shape[-1], logp.dtype, gumbel_noise)
+    return logp + _row_noise(batch, positions, logp.shape[-1], logp.dtype)
 
 
-def level_noise(
-    batch: SamplingBatch,
-    first: Tensor,
-    levels: int,
-    vocab: int,
-    dtype: torch.dtype,
-    make_noise: MakeNoise | None = None,
-) -> Tensor:
+def level_noise(batch: SamplingBatch, first: Tensor, levels: int, vocab: int, dtype: torch.dtype) -> Tensor:
     """Noise of `levels` consecutive positions from `first` [B] int64 on, [B, levels, V]; 0 where T = 0.
 
     One call serves a whole cycle: level l of the draft and every tree node of depth l-1 choose a token
-    for the same position. Without sampled rows the result is [B, levels, 1] of zeros. `make_noise` stands
-    in for `gumbel_noise`, which it must equal: a kernel.
+    for the same position. Without sampled rows the result is [B, levels, 1] of zeros.
     """
     if not batch.any_sampled:
         return torch.zeros(first.shape[0], levels, 1, dtype=dtype, device=first.device)
     positions = first.unsqueeze(1) + torch.arange(levels, device=first.device)
-    return _row_noise(batch, positions, vocab, dtype, make_noise or gumbel_noise)
+    return _row_noise(batch, positions, vocab, dtype)
 
 
 def add_noise(logp: Tensor, noise: Tensor, level: Tensor) -> Tensor:
@@ -238,14 +227,12 @@ def _per_row(parameter: Tensor) -> Tensor:
     return parameter[:, None, None]
 
 
-def _row_noise(
-    batch: SamplingBatch, positions: Tensor, vocab: int, dtype: torch.dtype, make_noise: MakeNoise
-) -> Tensor:
+def _row_noise(batch: SamplingBatch, positions: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
     """Noise at each row's own positions [B, n] in rows with T > 0, zero elsewhere: [B, n, V]."""
     rows, count = positions.shape
     seed = batch.seed.unsqueeze(1).expand(rows, count)
     choice = batch.choice.unsqueeze(1).expand(rows, count)
-    noise = make_noise(seed.flatten(), positions.flatten(), choice.flatten(), vocab, dtype)
+    noise = gumbel_noise(seed.flatten(), positions.flatten(), choice.flatten(), vocab, dtype)
     return torch.where(_per_row(batch.temperature) > 0, noise.view(rows, count, vocab), 0.0)
 
 

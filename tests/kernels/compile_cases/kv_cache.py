@@ -11,15 +11,6 @@ def _cache(dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(3, 2, 64, 576, dtype=dtype)
 
 
-def write_bfloat16() -> None:
-    kv_cache.write_latents(_cache(torch.bfloat16)[0], torch.arange(4), torch.zeros(4, 576).bfloat16())
-
-
-def write_valid_float32() -> None:
-    valid = torch.ones(4, dtype=torch.bool)
-    kv_cache.write_latents(_cache(torch.float32)[0], torch.arange(4), torch.zeros(4, 576), valid)
-
-
 def compact_short_path_bfloat16() -> None:
     slots = torch.arange(6).view(2, 3)
     kv_cache.compact(_cache(torch.bfloat16), slots, slots, torch.ones(2, 3, dtype=torch.bool))

@@ -15,16 +15,18 @@ def _tensor(*size: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(size, dtype=dtype)  # never touched, so it takes no memory
 
 
+def _pair(*size: int, fp8: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A weight and its scales, if it is FP8."""
+    scales = (*size[:-2], *scale_shape(size[-2], size[-1], BLOCK))
+    weight = _tensor(*size, dtype=FP8 if fp8 else torch.bfloat16)
+    return weight, _tensor(*scales, dtype=torch.float32) if fp8 else None
+
+
 def _run(tokens: int, width: int, fp8: bool = True) -> None:
-    dtype = FP8 if fp8 else torch.bfloat16
-
-    def pair(*size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        scales = (*size[:-2], *scale_shape(size[-2], size[-1], BLOCK))
-        return _tensor(*size, dtype=dtype), _tensor(*scales, dtype=torch.float32) if fp8 else None
-
-    w13, scale13 = pair(EXPERTS, 2 * width, HIDDEN)
-    w2, scale2 = pair(EXPERTS, HIDDEN, width)
-    (s13, sscale13), (s2, sscale2) = pair(2 * width, HIDDEN), pair(HIDDEN, width)
+    w13, scale13 = _pair(EXPERTS, 2 * width, HIDDEN, fp8=fp8)
+    w2, scale2 = _pair(EXPERTS, HIDDEN, width, fp8=fp8)
+    s13, sscale13 = _pair(2 * width, HIDDEN, fp8=fp8)
+    s2, sscale2 = _pair(HIDDEN, width, fp8=fp8)
     moe.moe_summands(
         _tensor(tokens, HIDDEN, dtype=torch.bfloat16),
         _tensor(tokens, 8, dtype=torch.float32),
@@ -36,6 +38,20 @@ def _run(tokens: int, width: int, fp8: bool = True) -> None:
 
 def rank_decode() -> None:
     _run(4, 256)
+
+
+def one_token_with_shared_experts_apart() -> None:
+    """FP8 routed experts and plain shared ones: launches of one row each."""
+    (w13, scale13), (w2, scale2) = _pair(EXPERTS, 512, HIDDEN), _pair(EXPERTS, HIDDEN, 256)
+    moe.moe_summands(
+        _tensor(1, HIDDEN, dtype=torch.bfloat16),
+        _tensor(1, 8, dtype=torch.float32),
+        _tensor(1, 8, dtype=torch.int64),
+        ExpertWeights(w13, w2, scale13, scale2, BLOCK),
+        SharedExperts(
+            _tensor(512, HIDDEN, dtype=torch.bfloat16), _tensor(HIDDEN, 256, dtype=torch.bfloat16), None, None
+        ),
+    )
 
 
 def rank_decode_64() -> None:
