@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nextn.config import EngineConfig, ModelConfig, SpecConfig
+from nextn.config import MAX_TREE_NODES, EngineConfig, ModelConfig, SpecConfig
 from nextn.errors import CheckpointError, ConfigError
 from tests.tiny import TINY
 
@@ -145,3 +145,10 @@ def test_an_impossible_engine_size_is_refused(change: dict[str, Any]) -> None:
     """Before anything is loaded."""
     with pytest.raises(ConfigError, match="--"):
         EngineConfig(**change)
+
+
+def test_the_kernels_masks_have_as_many_bits_as_a_tree_may_have_nodes() -> None:
+    """Kernels import nothing of the package but each other, so the number stands twice."""
+    from nextn.kernels.ref import attention
+
+    assert attention.MAX_TREE_NODES == MAX_TREE_NODES

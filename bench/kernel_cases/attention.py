@@ -76,7 +76,7 @@ class _Shape:
 
     def _candidates(self, inputs: _Inputs) -> dict[str, Callable[[], object]]:
         sms = attention.processors_of(inputs.q.device)
-        default = attention.choose_config(self.rows, self.nodes, self.heads, KV_LORA, VALUE, sms)
+        default = attention.choose_config(self.rows, self.nodes, self.heads, VALUE, sms)
         found = {}
         for block, stages in ((64, 2), (32, 3), (32, 4)):
             for fraction in (1.0, 0.97, 0.5):

@@ -10,14 +10,12 @@ import torch
 from nextn.config import MAX_TREE_NODES, EngineConfig, ModelConfig
 from nextn.engine.state import RING
 from nextn.errors import CapacityError, ConfigError
+from nextn.kernels.ref.attention import WORKSPACE_BYTES
 
 logger = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 1 << 30
 """The cache on a CPU, whatever `mem_fraction`; the system hands memory out only as pages are used."""
-
-ATTENTION_BYTES = 512 << 20
-"""Bound on the keys and values that prefill attention expands at a time."""
 
 GRAPH_BYTES = 2 << 30
 """Kept free for captured decode steps, which are recorded after the cache is allocated."""
@@ -88,7 +86,7 @@ def _prefill_bytes(cfg: ModelConfig, config: EngineConfig) -> int:
     stream = 4 * 2 * hidden + 4 * hidden  # residual, its norm, states of both models; one product in float32
     queries = 4 * cfg.num_attention_heads * (2 * cfg.qk_head_dim + cfg.v_head_dim)
     feed_forward = experts * 2 * hidden + 4 * 2 * width + 2 * width  # summands, gate and up, their product
-    return tokens * (stream + max(queries, feed_forward)) + ATTENTION_BYTES
+    return tokens * (stream + max(queries, feed_forward)) + WORKSPACE_BYTES
 
 
 def _decode_bytes(cfg: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:

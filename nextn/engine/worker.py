@@ -26,15 +26,13 @@ from nextn.engine.state import RING, RowState, StepBatch
 from nextn.engine.step import PrefillWork, StepOptions, catch_up, no_mark, prefill_step
 from nextn.errors import CapacityError, ConfigError
 from nextn.kernels.ops import has_kernels
+from nextn.kernels.ref.router import MAX_EXPERTS
 from nextn.models.inputs import PrefillInput
 from nextn.models.weights import Models, build_models
 
 logger = logging.getLogger(__name__)
 
 HOPPER = (9, 0)
-MAX_EXPERTS = 1024
-"""What the router's kernel takes."""
-
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -174,16 +172,6 @@ class Worker:
         """Run one prefill step; returns the first token of each chunk that `is_last`, in order."""
         tokens: list[int] = prefill_step(self.models, self.state, self._plan(chunks), self.options).tolist()
         return tokens
-
-    def decode(
-        self,
-        entries: Sequence[Running],
-        spec: SpecConfig | None,
-        *,
-        simulation: SimulatedLength | None = None,
-    ) -> Emitted:
-        """Advance every entry by one cycle of shape `spec`, or by one plain token when it is None."""
-        return self.launch(entries, spec, simulation=simulation).wait()
 
     @torch.inference_mode()
     def launch(

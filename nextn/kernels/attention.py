@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nextn.kernels.launch import launch_options, wait_for_inputs
+from nextn.kernels.ref.attention import MAX_TREE_NODES
 
-MAX_NODES = 64  # bits of a mask
 WARP = tl.constexpr(32)
 LOG2_E = 1 / math.log(2)  # the kernels' exponentials and logarithms are base 2
 INTERPRETED_SPLITS = 4  # programs where there are no SMs to fill
@@ -49,7 +49,7 @@ class AttentionPlan(NamedTuple):
 
 
 def choose_config(
-    rows: int, nodes: int, heads: int, kv_lora: int, value_dim: int, processors: int, block_kv: int = 64
+    rows: int, nodes: int, heads: int, value_dim: int, processors: int, block_kv: int = 64
 ) -> AttentionConfig:
     """The configuration for `rows` of `nodes` with `heads` heads on a device of `processors` SMs."""
     block_rows = 64
@@ -92,7 +92,7 @@ def plan_attention(
     `page_size` is the cache's; `block_kv` overrides the number of entries of a block.
     """
     assert prefix_lens.dim() == 1, "prefix_lens must be [B]"
-    assert 0 < tail_len <= MAX_NODES, f"a tail has 1 to {MAX_NODES} entries, not {tail_len}"
+    assert 0 < tail_len <= MAX_TREE_NODES, f"a tail has 1 to {MAX_TREE_NODES} entries, not {tail_len}"
     rows, block = prefix_lens.shape[0], block_kv or default_block(page_size)
     bounds = torch.empty(rows + 1, dtype=torch.int32, device=prefix_lens.device)
     _plan_kernel[(1,)](
@@ -132,7 +132,7 @@ def decode_attention(
     value_dim, kv_lora = w_uv.shape[1:]
     if config is None:
         processors = processors_of(q.device)
-        config = choose_config(rows, nodes, heads, kv_lora, value_dim, processors, plan.block_kv)
+        config = choose_config(rows, nodes, heads, value_dim, processors, plan.block_kv)
     assert config.block_kv == plan.block_kv, f"plan of blocks of {plan.block_kv}, call of {config.block_kv}"
     tiles = triton.cdiv(nodes * heads, config.block_rows)
     # A program that ends in a row's middle shares it with the next, so program + row is a slot of its own.
@@ -243,7 +243,7 @@ def _check(
 ) -> tuple[int, int, int]:
     """Refuse what the kernels do not read rightly; returns rows, nodes a row and heads."""
     (rows, nodes), (count, heads, width) = mask.shape, q.shape
-    assert nodes <= MAX_NODES, f"a row has at most {MAX_NODES} nodes, not {nodes}"
+    assert nodes <= MAX_TREE_NODES, f"a row has at most {MAX_TREE_NODES} nodes, not {nodes}"
     assert count == rows * nodes, f"{count} queries are not {rows} rows of {nodes} nodes"
     assert q.dtype == cache_layer.dtype == tail.dtype == w_uv.dtype == torch.bfloat16, "values must be bf16"
     assert page_table.dtype == prefix_lens.dtype == mask.dtype == torch.int64, "indices must be int64"

@@ -19,9 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nextn.kernels.launch import launch_options, wait_for_inputs
-
-WORKSPACE_BYTES = 512 << 20
-"""Bound on gathered entries and expanded keys and values together; one head of one request may exceed it."""
+from nextn.kernels.ref.attention import WORKSPACE_BYTES
 
 HEADS_AT_ONCE = 16  # heads that a part of several requests should hold, so that its launch fills the GPU
 GATHER_ROWS = 32  # entries that one program of the gather moves

@@ -14,9 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nextn.kernels.launch import launch_options, wait_for_inputs
-from nextn.kernels.ref.router import Method, Scoring
+from nextn.kernels.ref.router import MAX_EXPERTS, Method, Scoring
 
-MAX_EXPERTS = 1024  # whose scores one warp can hold
 DECODE_TOKENS = 64  # up to here one order of summation, so that a token's logits do not depend on its batch
 
 

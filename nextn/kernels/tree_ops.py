@@ -12,9 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nextn.kernels.launch import launch_options, wait_for_inputs
+from nextn.kernels.ref.attention import MAX_TREE_NODES
 from nextn.kernels.ref.tree_ops import BeamState, Pool, level_start
-
-MAX_TREE_NODES = 64  # bits of a mask
 
 FLOATS = (torch.float32, torch.float64)
 

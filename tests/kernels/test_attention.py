@@ -95,8 +95,8 @@ def make_case(
 
 def config_of(case: Case, **changes: int) -> attention.AttentionConfig:
     """The default with some fields changed."""
-    (rows, nodes), (heads, value_dim, kv_lora) = case.mask.shape, case.w_uv.shape
-    return attention.choose_config(rows, nodes, heads, kv_lora, value_dim, 4)._replace(**changes)
+    (rows, nodes), (heads, value_dim, _) = case.mask.shape, case.w_uv.shape
+    return attention.choose_config(rows, nodes, heads, value_dim, 4)._replace(**changes)
 
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
@@ -156,7 +156,7 @@ def test_every_grouping_of_the_merge_matches_the_twin(slots, nodes, values):
 def test_default_config_of_few_and_of_many_tokens_match_the_twin():
     for processors in (1, 1000):  # which decides how the merge is cut
         case = make_case([50, 20], 2, 4, kv_lora=24, value_dim=12)
-        config = attention.choose_config(2, 2, 4, 24, 12, processors)._replace(splits=3)
+        config = attention.choose_config(2, 2, 4, 12, processors)._replace(splits=3)
         assert_close(case.run(config), case.expected(), "bf16-attention")
 
 

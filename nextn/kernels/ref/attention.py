@@ -19,6 +19,13 @@ from nextn.kernels.ref.dtypes import accumulation_dtype
 QUERY_BLOCK = 512
 KEY_BLOCK = 1024
 
+WORKSPACE_BYTES = 512 << 20
+"""Bound on the kernel's gathered entries and expanded keys and values together; one head of one request may
+exceed it."""
+
+MAX_TREE_NODES = 64
+"""Bits of a mask: nodes a row, and entries of a tail."""
+
 
 @dataclass(frozen=True, slots=True)
 class TreeView:
@@ -111,14 +118,13 @@ def decode_attention(
     w_uv: Tensor,
     *,
     plan: TreeView | None = None,
-    config: object = None,
 ) -> Tensor:
     """Absorbed attention of q [B * M, H, C] to prefix and tail, up-projected by w_uv.  # [B * M, H * v]
 
     cache_layer [pages, page_size, C], page_table [B, P] int64, prefix_lens [B] int64, tail [B, E, C], mask
     [B, M] int64 with at least one bit below E a node, w_uv [H, v, kv_lora]; C = kv_lora + rope. Cache entries
     beyond a prefix may hold NaN. `plan` is what `tree_view` returned for the same arguments, to share between
-    layers; `config` is the kernel's affair. A head's values are rounded to q's dtype before w_uv.
+    layers. A head's values are rounded to q's dtype before w_uv.
     """
     rows, nodes = mask.shape
     queries = q.view(rows, nodes, *q.shape[1:])

@@ -83,14 +83,12 @@ def moe_summands(
     indices: Tensor,
     experts: ExpertWeights,
     shared: SharedExperts | None,
-    *,
-    config: object = None,
 ) -> Tensor:
     """Every token's experts one by one.  # [k + parts, N, H], x's dtype
 
     x [N, H], weights [N, k], indices [N, k] int64, distinct in a row. Summand j < k is weights[:, j] times
     the expert's output, undefined (here 0) where indices is -1; the last `shared.parts` are the shared
-    experts' parts. `config` is for the kernel.
+    experts' parts.
     """
     top_k, wide = indices.shape[-1], accumulation_dtype(x.dtype)
     shares = [] if shared is None else _shared_summands(x, shared, shared.parts(experts), experts.block)

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from nextn.kernels.ref.dtypes import accumulation_dtype
 
+MAX_EXPERTS = 1024
+"""What the kernel takes: one warp holds all scores of a token."""
+
 Scoring = Literal["sigmoid", "softmax"]
 Method = Literal["noaux_tc", "greedy", "group_limited_greedy"]
 

@@ -25,7 +25,7 @@ def _decode(rows: int, nodes: int, heads: int, *, page_size: int = 64, tail_len:
         0.1,
         bf16(heads, 256, 512)[:, 128:],
         plan=plan,
-        config=attention.choose_config(rows, nodes, heads, 512, 128, PROCESSORS, plan.block_kv),
+        config=attention.choose_config(rows, nodes, heads, 128, PROCESSORS, plan.block_kv),
     )
 
 
