@@ -146,6 +146,8 @@ class ModelConfig:
                 f"config.json: {experts} experts in {groups} groups, of which {self.topk_group} are kept, "
                 "do not fit together"
             )
+        if self.topk_method == "noaux_tc" and 1 < groups == experts:
+            raise CheckpointError("config.json: topk_method noaux_tc needs groups of at least two experts")
         if self.topk_method != "greedy" and self.num_experts_per_tok > self.topk_group * experts // groups:
             raise CheckpointError(
                 f"config.json: {self.topk_group} groups of {experts // groups} experts hold fewer than "

@@ -62,6 +62,7 @@ def test_both_spellings_of_the_rotary_settings_mean_the_same() -> None:
         ({"topk_group": 100}, "do not fit together"),
         ({"n_group": 7}, "do not fit together"),
         ({"topk_group": 1, "num_experts_per_tok": 4}, "fewer than"),
+        ({"n_group": 8, "topk_group": 4}, "at least two experts"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size"),
     ],
 )

@@ -93,7 +93,7 @@ def _decode_bytes(cfg: ModelConfig, config: EngineConfig, dtype: torch.dtype) ->
     """Most that the decode steps hold: their graphs and what the largest batch computes with."""
     nodes = config.max_running_requests * config.largest_tree
     experts = cfg.num_experts_per_tok + cfg.n_shared_experts if cfg.n_routed_experts else 1
-    logits = 4 * 4 * cfg.vocab_size  # logits, scores, noise and one more of the size
+    logits = 48 * cfg.vocab_size  # with filters: sorted values, their places, mass in float64, masks
     work = nodes * (logits + 4 * cfg.hidden_size * (experts + 16))
     return work + (GRAPH_BYTES if config.cuda_graphs and dtype == torch.bfloat16 else 0)
 

@@ -33,6 +33,9 @@ from nextn.models.weights import Models, build_models
 logger = logging.getLogger(__name__)
 
 HOPPER = (9, 0)
+MAX_LATENT, MAX_ROPE = 512, 64
+"""kv_lora_rank and qk_rope_head_dim of which attention's tiles fit a GPU's shared memory."""
+
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -307,17 +310,17 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"--device {name!r} is not a device; use auto, cpu, cuda or cuda:N") from None
+        raise ConfigError(f"--device {name!r} is not a device; use auto, cpu or cuda") from None
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
+        raise ConfigError(f"--device {name!r} is not supported; use auto, cpu or cuda")
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError(
                 f"--device {name} needs a GPU and a CUDA build of torch; there is none here, use cpu"
             )
-        if (device.index or 0) >= torch.cuda.device_count():
+        if device.index:
             raise ConfigError(
-                f"--device {name} does not exist; this machine has {torch.cuda.device_count()} GPU(s)"
+                f"--device {name}: choose the GPU with CUDA_VISIBLE_DEVICES={device.index} and --device cuda"
             )
     return device
 
@@ -341,6 +344,11 @@ def check_kernels(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) ->
         raise ConfigError(
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; the bfloat16 "
             f"kernels need {HOPPER[0]}.{HOPPER[1]} or newer (H100, H200). --dtype float32 runs on it, slowly"
+        )
+    if cfg.kv_lora_rank > MAX_LATENT or cfg.qk_rope_head_dim > MAX_ROPE:
+        raise ConfigError(
+            f"the kernels take latents of up to {MAX_LATENT} and rotated keys of up to {MAX_ROPE}, this "
+            f"model has {cfg.kv_lora_rank} and {cfg.qk_rope_head_dim}; --dtype float32 runs it, slowly"
         )
     if cfg.n_routed_experts > MAX_EXPERTS:
         raise ConfigError(

@@ -61,7 +61,7 @@ def choose_config(
     if each <= 24:
         return MoeConfig(32, 32, 1, 4, 4, 64, repeats, 4, 3)
     if each <= 96:
-        return MoeConfig(64, 64, 1, 8, 3, 128, repeats, 8, 3)
+        return MoeConfig(64, 64, 1, 8, 3, 64 if plain else 128, repeats, 8, 3)
     return MoeConfig(128, 64, 1, 8, 3, 64 if plain else 128, repeats, 8, 3)
 
 

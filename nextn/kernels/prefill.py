@@ -26,6 +26,7 @@ GATHER_ROWS = 32  # entries that one program of the gather moves
 TILE_FIELDS = 4  # int32 numbers of a table row, whether request or tile
 LOG2_E = 1.4426950408889634
 ITEM_BYTES = 2  # bfloat16
+TMA_BOX = 256  # elements a side that one descriptor fetches at most
 
 
 class PrefillConfig(NamedTuple):
@@ -71,10 +72,12 @@ class PrefillTiles:
 
 def choose_config(sizes: PrefillSizes, longest_chunk: int) -> PrefillConfig:
     """Tile sizes for a layer's shape and the most new tokens of a request."""
-    descriptors = all(size >= 16 and size & (size - 1) == 0 for size in (sizes.nope, sizes.v))
+    descriptors = all(16 <= size <= TMA_BOX and size & (size - 1) == 0 for size in (sizes.nope, sizes.v))
+    wide = triton.next_power_of_2(sizes.nope) + triton.next_power_of_2(sizes.v) > 2 * 128
+    block_n = 32 if wide else 64  # keys wider than DeepSeek's fill the shared memory with fewer of them
     if longest_chunk <= 64:
-        return PrefillConfig(64, 64, 4, 3, descriptors)
-    return PrefillConfig(128, 64, 8, 3, descriptors)
+        return PrefillConfig(64, block_n, 4, 3, descriptors)
+    return PrefillConfig(128, block_n, 8, 3, descriptors)
 
 
 def workspace_bytes(entries: int, sizes: PrefillSizes) -> int:

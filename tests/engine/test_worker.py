@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nextn.config import ModelConfig
-from nextn.engine.worker import check_kernels
+from nextn.engine.worker import check_kernels, choose_device
 from nextn.errors import ConfigError
 from tests.tiny import TINY
 
@@ -40,6 +40,8 @@ def test_an_older_gpu_is_refused_in_bfloat16_only(capability: list[tuple[int, in
     ("changes", "text"),
     [
         ({"n_routed_experts": 2048}, "at most 1024 routed experts"),
+        ({"kv_lora_rank": 768}, "latents of up to 512"),
+        ({"qk_rope_head_dim": 128}, "rotated keys of up to 64"),
         ({"weight_block_size": (128, 100)}, "multiple of 16 columns"),
     ],
 )
@@ -58,3 +60,11 @@ def test_a_gpu_without_triton_is_told_what_to_install(
     for dtype in (torch.bfloat16, torch.float32):
         with pytest.raises(ConfigError, match="needs Triton"):
             check_kernels(CFG, GPU, dtype)
+
+
+def test_a_second_gpu_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels launch on a process's current device, which is the first that it sees."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert choose_device("cuda:0") == torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=3 and --device cuda"):
+        choose_device("cuda:3")

@@ -70,6 +70,10 @@ def whole_prefill_2048() -> None:
     _run(2048, 2048)
 
 
+def bfloat16_prefill_2048() -> None:
+    _run(2048, 256, fp8=False)
+
+
 def bfloat16_decode() -> None:
     _run(4, 256, fp8=False)
 

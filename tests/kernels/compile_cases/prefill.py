@@ -11,21 +11,23 @@ from nextn.kernels.prefill import PrefillConfig, PrefillSizes
 HEADS, NOPE, ROPE, V, LORA, PAGE = 16, 128, 64, 128, 512, 64
 
 
-def _attend(chunk: int, prefix: int, config: PrefillConfig | None = None) -> None:
+def _attend(
+    chunk: int, prefix: int, config: PrefillConfig | None = None, nope: int = NOPE, v: int = V
+) -> None:
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
 
-    weight = zeros(HEADS, NOPE + V, LORA)
+    weight = zeros(HEADS, nope + v, LORA)
     pages = -(-prefix // PAGE)
     prefill.prefill_attention(
-        zeros(chunk, HEADS, NOPE + ROPE),
+        zeros(chunk, HEADS, nope + ROPE),
         zeros(pages + 1, PAGE, LORA + ROPE),
         torch.arange(pages).view(1, pages),
         (0, chunk),
         (prefix,),
         zeros(chunk, LORA + ROPE),
-        weight[:, :NOPE],
-        weight[:, NOPE:],
+        weight[:, :nope],
+        weight[:, nope:],
         0.1,
         config=config,
     )
@@ -37,6 +39,14 @@ def chunk_after_a_prefix() -> None:
 
 def short_chunk() -> None:
     _attend(8, 0)
+
+
+def wider_heads() -> None:
+    _attend(256, 128, nope=192, v=256)
+
+
+def wider_heads_in_a_short_chunk() -> None:
+    _attend(8, 0, nope=192, v=256)
 
 
 def chunk_by_pointers() -> None:
