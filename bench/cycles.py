@@ -162,7 +162,6 @@ def measure(engine: Engine, run: BatchRun, case: Case, args: argparse.Namespace)
         "accept_mode": "simulated" if lengths else "real",
         "accept_length": round(measured.acceptance.length, 3),
         "step_ms": round(statistics.median(measured.cycle_ms), 3),
-        "mean_ms": round(statistics.fmean(measured.cycle_ms), 3),
         "tokens_per_s": round(measured.tokens_per_s, 1),
         "distinct_experts": round(distinct_experts(run, spec, lengths, fixed), 1),
         **{f"{phase}_ms": round(ms, 3) for phase, ms in phases.items()},

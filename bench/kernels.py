@@ -19,9 +19,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 
 import torch
+
+from nextn.engine.bench import commit
 
 CALLS = 24  # calls in one graph
 REPLAYS = 15
@@ -101,6 +105,19 @@ def measure_peaks(device: torch.device) -> Peaks:
     left, right = (torch.randn(8192, 8192, device=device).bfloat16() for _ in range(2))
     product_us = time_calls(lambda: left @ right)
     return Peaks(2 * source.nbytes / copy_us / 1e3, 2 * 8192**3 / product_us / 1e6)
+
+
+def machine(peaks: Peaks) -> dict[str, object]:
+    """What a figure depends on besides its case."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": metadata.version("triton"),
+        "commit": commit(),
+        "peak_gb_per_s": round(peaks.gb_per_s),
+        "peak_tflops": round(peaks.tflops),
+    }
 
 
 def result(family: str, case: Case, config: str, us: float, peaks: Peaks) -> Result:
@@ -215,7 +232,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         timed, bad = run_family(family, cases, peaks, tune=args.tune)
         results, failed = results + timed, failed + bad
     if args.jsonl:
-        args.jsonl.write_text("".join(json.dumps(asdict(each)) + "\n" for each in results))
+        where = machine(peaks)
+        args.jsonl.write_text("".join(json.dumps({**where, **asdict(each)}) + "\n" for each in results))
     if failed:
         print(f"{failed} cases are wrong and were not timed")
     return 1 if failed else 0
