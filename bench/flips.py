@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nextn.config import EngineConfig, ModelConfig
-from nextn.engine.bench import _read_texts
+from nextn.engine.bench import read_texts
 from nextn.engine.llm import resolve_model
 from nextn.engine.worker import choose_device, choose_dtype
 from nextn.errors import NextnError
@@ -82,7 +82,7 @@ def flips(models: Models, text: Tensor, nodes: int) -> dict[str, object]:
 
 def held_out_text(path: Path, tokenizer: Tokenizer, rows: int, length: int, device: torch.device) -> Tensor:
     """Prompts end to end, cut into [rows, length]; repeated where they are too short."""
-    tokens = tokenizer.encode("\n".join(_read_texts(path)), add_special_tokens=False)
+    tokens = tokenizer.encode("\n".join(read_texts(path)), add_special_tokens=False)
     need = rows * length
     tokens = (tokens * -(-need // len(tokens)))[:need]
     return torch.tensor(tokens, device=device).view(rows, length)

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             launch.has_dependent_launch = lambda: False  # read at every launch, so at capture
         config = engine_config(args)
-        room = args.input_len + 8 * spare_tokens(config.spec) + 4 * args.steps
+        room = args.input_len + 8 * spare_tokens(config.spec) + 4 * args.output_len
         config = replace(
             config, max_running_requests=args.batch_size, max_model_len=config.max_model_len or room
         )
@@ -63,12 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def trace(engine: Engine, spec: SpecConfig | None, args: argparse.Namespace) -> tuple[list[Launch], int]:
-    """Every device activity of some steps that bring at least `args.steps` tokens, and how many steps."""
+    """Every device activity of the steps that bring `args.output_len` tokens, and how many steps."""
     run = BatchRun(engine, make_prompts(args, engine, args.batch_size), 4 * spare_tokens(spec), 0.0)
     lengths = simulated_lengths(args.simulate_accept_length, args.seed) if spec else None
     run.measure(spec, 1, lengths)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        measured = run.measure(spec, args.steps, lengths, warmup=0)
+        measured = run.measure(spec, args.output_len, lengths, warmup=0)
         torch.cuda.synchronize()
     run.close()
     if args.trace:
@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     add_engine_flags(parser)
     parser.add_argument("--batch-size", type=int, default=1, help="requests in the batch (default 1)")
     parser.add_argument("--input-len", type=int, default=1024, help="prompt tokens a request (default 1024)")
-    parser.add_argument("--steps", type=int, default=24, help="tokens a request to profile (default 24)")
+    parser.add_argument("--output-len", type=int, default=24, help="tokens a request to profile (default 24)")
     parser.add_argument("--prompts", help="JSONL with a 'prompt' a line (default: random token ids)")
     parser.add_argument(
         "--simulate-accept-length", type=float, default=2.5, help="tokens a cycle emits (default 2.5)"

@@ -314,12 +314,12 @@ def make_prompts(args: argparse.Namespace, engine: Engine, batch_size: int) -> l
         return [[draw.randrange(vocab) for _ in range(args.input_len)] for _ in range(batch_size)]
     if engine.tokenizer is None:
         raise ConfigError("--prompts needs a tokenizer, which --load-format dummy does not load")
-    once = engine.tokenizer.encode("\n".join(_read_texts(Path(args.prompts))), add_special_tokens=False)
+    once = engine.tokenizer.encode("\n".join(read_texts(Path(args.prompts))), add_special_tokens=False)
     stream = once * -(-batch_size * args.input_len // len(once))
     return [stream[i * args.input_len : (i + 1) * args.input_len] for i in range(batch_size)]
 
 
-def _read_texts(path: Path) -> list[str]:
+def read_texts(path: Path) -> list[str]:
     """The 'prompt' of each line of a JSONL file that has one; at least one is not empty."""
     try:
         entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -190,12 +190,9 @@ class Worker:
 
         timed: mark the ends of its phases. eager: launch op by op even where there are graphs.
         """
-        params = [entry.request.params for entry in entries]
         shape = Shape(
             spec,
-            any_sampled=any(p.temperature > 0 for p in params),
-            any_filter=any(p.temperature > 0 and p.needs_filters for p in params),
-            any_penalty=any(p.needs_penalties for p in params),
+            **sampling_flags([entry.request.params for entry in entries]),
             simulated=simulation is not None,
             fixed_token=simulation.fixed_token if simulation else None,
         )
@@ -242,9 +239,7 @@ class Worker:
             rows=self.state.upload(rows),
             live=torch.ones(len(rows), dtype=torch.bool, device=self.state.device),
             pages=pages,
-            any_sampled=any(p.temperature > 0 for p in params),
-            any_filter=any(p.needs_filters for p in params),
-            any_penalty=any(p.needs_penalties for p in params),
+            **sampling_flags(params),
         )
 
     def _plan(self, chunks: Sequence[Chunk]) -> PrefillWork:
@@ -291,6 +286,15 @@ class Worker:
     def _slots(self, entry: Running, start: int, stop: int) -> list[int]:
         size = self.state.page_size
         return [entry.pages[position // size] * size + position % size for position in range(start, stop)]
+
+
+def sampling_flags(params: Sequence[SamplingParams]) -> dict[str, bool]:
+    """Which sampling work at least one of the requests needs: the flags of a `StepBatch` and of a `Shape`."""
+    return {
+        "any_sampled": any(p.temperature > 0 for p in params),
+        "any_filter": any(p.needs_filters for p in params),
+        "any_penalty": any(p.needs_penalties for p in params),
+    }
 
 
 def leave_a_core_free() -> None:

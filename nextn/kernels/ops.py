@@ -19,6 +19,7 @@ from nextn.kernels.ref import attention as ref_attention
 from nextn.kernels.ref import gemm as ref_gemm
 from nextn.kernels.ref import kv_cache as ref_kv_cache
 from nextn.kernels.ref import mla as ref_mla
+from nextn.kernels.ref import moe as ref_moe
 from nextn.kernels.ref import norm as ref_norm
 from nextn.kernels.ref import router as ref_router
 from nextn.kernels.ref import sampling as ref_sampling
@@ -26,6 +27,7 @@ from nextn.kernels.ref import tree_ops as ref_tree_ops
 from nextn.kernels.ref.gemm import Block
 from nextn.kernels.ref.moe import ExpertWeights, SharedExperts
 from nextn.kernels.ref.rope import RotaryTables
+from nextn.kernels.ref.router import Method, Scoring
 from nextn.kernels.ref.sampling import SamplingBatch
 from nextn.kernels.ref.tree_ops import BeamState, Pool
 
@@ -225,23 +227,59 @@ def prefill_attention(
 
 
 def route_tokens(
-    x: Tensor, weight: Tensor, bias: Tensor | None, valid: Tensor | None, **how: Any
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    valid: Tensor | None,
+    *,
+    scoring: Scoring,
+    method: Method,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    norm_topk_prob: bool,
+    scaling: float,
 ) -> tuple[Tensor, Tensor]:
-    """Weights and numbers of each token's experts, both [N, k]; numbers are -1 where not `valid` [N]."""
+    """Weights [N, k] float32 (float64 for float64 x) and numbers [N, k] int64 of each token's experts.
+
+    x [N, hidden], weight [experts, hidden], bias [experts] or None. Where not `valid` [N] bool, weights are 0
+    and numbers -1. The rest is as in kernels/ref/router.route.
+    """
+    args = (x, weight, bias, valid)
+    how: dict[str, Any] = {
+        "scoring": scoring, "method": method, "top_k": top_k, "n_group": n_group, "topk_group": topk_group,
+        "norm_topk_prob": norm_topk_prob, "scaling": scaling,
+    }  # fmt: skip
     if has_kernels(x):
         from nextn.kernels.router import route_tokens as kernel
 
-        return kernel(x, weight, bias, valid, **how)
-    return ref_router.route_tokens(x, weight, bias, valid, **how)
+        return kernel(*args, **how)
+    return ref_router.route_tokens(*args, **how)
 
 
-def moe_summands(
-    x: Tensor, weights: Tensor, indices: Tensor, experts: ExpertWeights, shared: SharedExperts | None
+def run_experts(
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    experts: ExpertWeights,
+    shared: SharedExperts | None,
+    valid: Tensor | None,
+    *,
+    host: bool,
 ) -> Tensor:
-    """Every token's experts as summands [k + s, N, hidden]; only where there are kernels."""
-    from nextn.kernels.moe import moe_summands as kernel
+    """Routed and shared experts of every token as summands [S, N, hidden] of x's dtype.
 
-    return kernel(x, weights, indices, experts, shared)
+    x [N, hidden], weights [N, k] float32 or float64 and indices [N, k] int64 from `route_tokens`, valid [N]
+    bool; tokens not valid run no routed expert. `host` allows plain torch to read the choice on the host.
+    """
+    if has_kernels(x):
+        from nextn.kernels.moe import moe_summands as kernel
+
+        return kernel(x, weights, indices, experts, shared)
+    out = ref_moe.routed_experts(x, weights, indices, experts, valid, host=host)
+    if shared is not None:
+        out = out + ref_moe.shared_experts(x, shared, experts.block)
+    return out.unsqueeze(0)
 
 
 def best_children(

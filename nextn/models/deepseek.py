@@ -50,7 +50,8 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """One layer over T tokens: the residual stream x [T, hidden] and what is still to be added to it.
 
-        Takes and returns update [S, T, hidden], summands that the next norm adds to x on its way.
+        Takes and returns update [S, T, hidden], summands that the next norm adds to x on its way. x None
+        stands for zeros: the NextN layer starts from a product alone. update None: there is none yet.
         """
         x, normed = self.input_layernorm.add(x, update)
         update = self.self_attn.prefill(normed, plan, cache_layer)

@@ -13,10 +13,9 @@ from nextn.config import ModelConfig
 from nextn.errors import CheckpointError
 from nextn.kernels import ops
 from nextn.kernels.ref.gemm import FP8, dequantize, scale_shape
-from nextn.kernels.ref.moe import ExpertWeights, SharedExperts, routed_experts
+from nextn.kernels.ref.moe import ExpertWeights, SharedExperts
 from nextn.models.parallel import (
     Placement,
-    TensorModule,
     check_fp8_shard,
     check_part,
     column_parallel,
@@ -28,7 +27,7 @@ from nextn.models.parallel import (
 from nextn.models.specs import TensorSpec
 
 
-class DenseMLP(TensorModule):
+class DenseMLP(nn.Module):
     """down(silu(gate(x)) * up(x)) over this rank's part of the intermediate dimension; sums are partial."""
 
     def __init__(self, prefix: str, hidden_size: int, intermediate_size: int, place: Placement) -> None:
@@ -39,10 +38,6 @@ class DenseMLP(TensorModule):
         self.down_proj = row_parallel(
             f"{prefix}.down_proj.weight", hidden_size, part, intermediate_size, place
         )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [N, hidden] -> this rank's share of [N, hidden]."""
-        return self.down_proj(ops.silu_and_mul_summands(self.gate_up_proj.summands(x), x.dtype))
 
     def summands(self, x: Tensor) -> Tensor:
         """x [N, hidden] -> [S, N, hidden], whose sum is this rank's share."""
@@ -219,14 +214,9 @@ class MoE(nn.Module):
         `host` allows the host to read the router's choice, which suits long inputs on plain torch.
         """
         weights, indices = self.gate(x, valid)
-        experts, shared = self.experts.weights, self.shared_experts
-        if ops.has_kernels(x):
-            extra = None if shared is None else shared.weights
-            return self.tp.sum_summands(ops.moe_summands(x, weights, indices, experts, extra))
-        out = routed_experts(x, weights, indices, experts, valid, host=host)
-        if shared is not None:
-            out = out + shared(x)
-        return self.tp.sum_summands(out.unsqueeze(0))
+        shared = None if self.shared_experts is None else self.shared_experts.weights
+        out = ops.run_experts(x, weights, indices, self.experts.weights, shared, valid, host=host)
+        return self.tp.sum_summands(out)
 
     def specs(self) -> Iterator[TensorSpec]:
         """Router, experts, shared expert."""

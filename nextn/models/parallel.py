@@ -102,7 +102,7 @@ class RMSNorm(TensorModule):
     ) -> tuple[Tensor, Tensor]:
         """The residual stream [N, size] after adding summands [S, N, size], and its norm.
 
-        Either may be None; tokens not `valid` [N] get nothing added.
+        Either, but not both, may be None; tokens not `valid` [N] get nothing added.
         """
         if summands is None:
             assert residual is not None

@@ -103,6 +103,12 @@ def moe_summands(
     return out.to(x.dtype)
 
 
+def shared_experts(x: Tensor, shared: SharedExperts, block: Block) -> Tensor:
+    """All shared experts as the one wide network that they are.  # [N, H], x's dtype"""
+    hidden = silu_and_mul(linear(x, shared.w13, shared.scale13, block))
+    return linear(hidden, shared.w2, shared.scale2, block)
+
+
 def _shared_summands(x: Tensor, shared: SharedExperts, parts: int, block: Block) -> list[Tensor]:
     """The shared experts' output in parts, each from as many of the intermediate columns."""
     hidden = silu_and_mul(linear(x, shared.w13, shared.scale13, block))
