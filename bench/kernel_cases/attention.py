@@ -88,6 +88,9 @@ class _Shape:
                     found[f"kv {block} stages {stages} splits {splits} least {least}"] = config
         for slots, warps in ((4, 4), (8, 4), (32, 4), (16, 2), (16, 8)):
             found[f"merge slots {slots} w{warps}"] = default._replace(merge_slots=slots, merge_warps=warps)
+        found["fused" if not default.fused else "not fused"] = default._replace(
+            fused=not default.fused, up_values=32 if default.fused else 64
+        )
         for values, warps in ((16, 4), (32, 8), (64, 4), (128, 4), (128, 8)):
             found[f"up values {values} w{warps}"] = default._replace(up_values=values, up_warps=warps)
         return {label: inputs.caller(config) for label, config in found.items()}

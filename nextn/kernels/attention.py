@@ -33,6 +33,7 @@ class AttentionConfig(NamedTuple):
     stages: int
     splits: int  # programs a tile
     least_blocks: int  # a program takes no fewer, so that a short context is not cut to crumbs
+    fused: bool  # merge and project up in one launch, where (node, head) pairs are few
     merge_slots: int  # partial results that a program of the merge holds at once
     merge_warps: int
     up_nodes: int  # nodes and values of a head that a program projects up; both at least 16
@@ -54,6 +55,9 @@ def choose_config(
     """The configuration for `rows` of `nodes` with `heads` heads on a device of `processors` SMs."""
     block_rows = 64
     tiles = triton.cdiv(nodes * heads, block_rows)
+    # A fused merge is repeated for each share of a pair's values: few pairs leave the SMs for that.
+    fused = 2 * rows * nodes * heads <= processors
+    values = 64 if fused else 32
     return AttentionConfig(
         block_kv=block_kv,
         block_rows=block_rows,
@@ -61,10 +65,11 @@ def choose_config(
         stages=2,
         splits=max(1, processors // tiles),
         least_blocks=1,
-        merge_slots=32 if rows * nodes * heads <= processors else 16,
+        fused=fused,
+        merge_slots=32 if fused else 16,
         merge_warps=4,
         up_nodes=min(32, max(16, triton.next_power_of_2(rows * nodes))),
-        up_values=min(32, max(16, triton.next_power_of_2(value_dim))),
+        up_values=min(values, max(16, triton.next_power_of_2(value_dim))),
         up_warps=4,
     )
 
@@ -192,6 +197,32 @@ def _merge(
     value_dim, kv_lora = w_uv.shape[1:]
     count = rows * nodes
     latent = max(16, triton.next_power_of_2(kv_lora))
+    out = partial.new_empty(count, heads * value_dim)
+    if config.fused:
+        _merge_up_kernel[(count, triton.cdiv(value_dim, config.up_values), heads)](
+            partial,
+            log_sums,
+            plan.bounds,
+            w_uv,
+            out,
+            w_uv.stride(0),
+            w_uv.stride(1),
+            value_dim,
+            rows,
+            nodes,
+            heads,
+            config.splits,
+            KV_LORA=kv_lora,
+            LATENT=latent,
+            BLOCK_ROWS=config.block_rows,
+            LEAST_BLOCKS=config.least_blocks,
+            VALUES=config.up_values,
+            SLOTS=config.merge_slots,
+            ALL_SLOTS=triton.next_power_of_2(config.splits),
+            num_warps=config.merge_warps,
+            **launch_options(),
+        )
+        return out
     merged = partial.new_empty(count, heads, kv_lora)
     _merge_kernel[(count * heads,)](
         partial,
@@ -210,7 +241,6 @@ def _merge(
         num_warps=config.merge_warps,
         **launch_options(),
     )
-    out = partial.new_empty(count, heads * value_dim)
     grid = (heads, triton.cdiv(value_dim, config.up_values), triton.cdiv(count, config.up_nodes))
     _up_kernel[grid](
         merged,
@@ -453,6 +483,72 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         )
         log_sum = tl.where(some, peak + tl.log2(tl.where(some, norm, 1.0)), float("-inf"))
         tl.store(log_sums_ptr + slot * BLOCK_ROWS + local, log_sum, mask=keep)
+
+
+@triton.jit
+def _merge_up_kernel(  # type: ignore[no-untyped-def]
+    partial_ptr,
+    log_sums_ptr,
+    bounds_ptr,
+    w_uv_ptr,
+    out_ptr,
+    weight_head_stride,
+    weight_stride,
+    value_dim,
+    rows,
+    nodes,
+    heads,
+    splits,
+    KV_LORA: tl.constexpr,
+    LATENT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    LEAST_BLOCKS: tl.constexpr,
+    VALUES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ALL_SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Some values of one (node, head) pair: its partial results merged, times rows of w_uv."""
+    head = tl.program_id(2)
+    value = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    column = tl.arange(0, LATENT)
+    weight = tl.load(  # a constant: it may come before the partial results are there
+        w_uv_ptr + head.to(tl.int64) * weight_head_stride + value[:, None] * weight_stride + column[None, :],
+        mask=(value < value_dim)[:, None] & (column < KV_LORA)[None, :],
+        other=0.0,
+    )
+    wait_for_inputs(PDL)
+    node = tl.program_id(0)
+    row = node // nodes
+    pair = (node % nodes) * heads + head
+    run = _blocks_a_program(tl.load(bounds_ptr + rows), splits, LEAST_BLOCKS)
+    first = tl.load(bounds_ptr + row) // run
+    count = (tl.load(bounds_ptr + row + 1) - 1) // run - first + 1
+    # Entry s of this pair's partial results lies at start + s * BLOCK_ROWS.
+    first_slot = (pair // BLOCK_ROWS).to(tl.int64) * (splits + rows - 1) + first + row
+    start = first_slot * BLOCK_ROWS + pair % BLOCK_ROWS
+
+    every = tl.arange(0, ALL_SLOTS)
+    log_sums = tl.load(log_sums_ptr + start + every * BLOCK_ROWS, mask=every < count, other=float("-inf"))
+    peak = tl.max(log_sums, 0)
+    peak = tl.where(peak > float("-inf"), peak, 0.0)  # a pair of NaNs has no peak
+    norm = tl.sum(tl.exp2(log_sums - peak), 0)
+    slot = tl.arange(0, SLOTS)
+    merged = tl.zeros([LATENT], tl.float32)
+    for offset in range(0, count, SLOTS):
+        place = start + (offset + slot) * BLOCK_ROWS
+        there = offset + slot < count
+        log_sum = tl.load(log_sums_ptr + place, mask=there, other=float("-inf"))
+        part = tl.load(
+            partial_ptr + place[:, None] * KV_LORA + column[None, :],
+            mask=there[:, None] & (column < KV_LORA)[None, :],
+            other=0.0,
+        )
+        merged += tl.sum(part.to(tl.float32) * (tl.exp2(log_sum - peak) / norm)[:, None], 0)
+    latent = merged.to(weight.dtype)
+    out = tl.sum(latent.to(tl.float32)[None, :] * weight.to(tl.float32), 1)
+    target = (node.to(tl.int64) * heads + head) * value_dim + value
+    tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=value < value_dim)
 
 
 @triton.jit

@@ -146,10 +146,11 @@ def test_several_tiles_of_heads_match_the_twin():
     assert_close(case.run(), case.expected(), "bf16-attention")
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("slots", "nodes", "values"), [(1, 16, 16), (2, 32, 16), (16, 16, 32)])
-def test_every_grouping_of_the_merge_matches_the_twin(slots, nodes, values):
+def test_every_grouping_of_the_merge_matches_the_twin(slots, nodes, values, fused):
     case = make_case([90, 3, 20], 3, 4, kv_lora=48, rope=8, value_dim=20)
-    config = config_of(case, merge_slots=slots, up_nodes=nodes, up_values=values, splits=6)
+    config = config_of(case, fused=fused, merge_slots=slots, up_nodes=nodes, up_values=values, splits=6)
     assert_close(case.run(config), case.expected(), "bf16-attention")
 
 
