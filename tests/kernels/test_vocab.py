@@ -196,3 +196,15 @@ def test_refusals_say_what_is_wrong() -> None:
         vocab.pick_tokens(logits, batch, logits, logits[..., 0])
     with pytest.raises(AssertionError, match="penalties count each node's path"):
         ref.pick_tokens(logits, batch_of([Knobs(1.0, presence=1.0)], 3), logits, logits[..., 0].long())
+
+
+def test_more_children_than_the_kernel_takes_run_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And give what it would: the k best in order, on a GPU too."""
+    from nextn.kernels import ops
+
+    monkeypatch.setattr(ops, "on_gpu", lambda _: True)
+    logits = torch.randn(1, 1, 200, device=DEVICE)
+    batch = batch_of([Knobs(0.0)], 200)
+    count = ops.MAX_KERNEL_CHILDREN + 1
+    tokens, _ = ops.best_children(logits, batch, None, count)
+    assert tokens[0, 0].tolist() == logits[0, 0].topk(count).indices.tolist()
