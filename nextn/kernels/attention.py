@@ -347,7 +347,7 @@ def _entries(  # type: ignore[no-untyped-def]
     return tl.where(in_tail, row_tail_ptr + (first + key) * tail_stride, cache_ptr + slots * WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "nodes"])  # as constants of 1 they cost a spill
 def _attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
     cache_ptr,

@@ -33,6 +33,11 @@ def one_row_tree() -> None:
     _decode(1, 4, 16)
 
 
+def one_row_plain() -> None:
+    """Rows and nodes of 1, which Triton makes constants."""
+    _decode(1, 1, 16)
+
+
 def many_rows_tree() -> None:
     _decode(16, 4, 16)
 
