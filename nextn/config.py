@@ -378,8 +378,8 @@ class EngineConfig:
     max_model_len: most tokens of a request, prompt and output together. page_size: tokens a cache page.
     mem_fraction: share of a GPU's memory for weights and cache together. chunked_prefill_size: most tokens a
     prefill step. seed: of random (dummy) weights. max_draft_tokens: largest D that `spec` may be changed to
-    later; 0 adds nothing to `spec` itself. cuda_graphs: in bfloat16 on a
-    GPU, record each decode step once and replay it.
+    later; 0 adds nothing to `spec` itself. cuda_graphs: in bfloat16 on a GPU, record each decode step once
+    and replay it.
     """
 
     device: str = "auto"

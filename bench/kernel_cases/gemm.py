@@ -67,7 +67,7 @@ def _make(tokens: int, rows: int, columns: int, fp8: bool, device: torch.device,
     def check() -> None:
         x, weight, scale = inputs[0]
         expected = ref.linear(x.float(), weight.float(), scale, BLOCK)
-        for config in (None, *configs.values()) if tokens <= gemm.FEW_TOKENS else (None,):
+        for config in (None, *configs.values()) if tokens <= gemm.DECODE_TOKENS else (None,):
             result = call(x, weight, scale, config)
             assert_close(result if head else result.sum(0), expected, "fp8-linear")
 
@@ -84,7 +84,7 @@ def _inputs(tokens: int, rows: int, columns: int, fp8: bool, device: torch.devic
 
 def _candidates(tokens: int, default: gemm.Config, fp8: bool, head: bool) -> dict[str, gemm.Config]:
     """One change at a time from the default, and the few combinations that promise something."""
-    if tokens > gemm.FEW_TOKENS:
+    if tokens > gemm.DECODE_TOKENS:
         return _large(fp8)
     change = partial(replace, default)
     tall = {"block_r": 128, "warps": 8}

@@ -79,17 +79,17 @@ class BatchRun:
             if not self.engine.worker.runs_ahead:
                 flying = launched
             if flying is not None:
-                runs = self._land(flying, spec)
+                runs = self._land(flying)
                 now, count = time.perf_counter(), count + 1
                 if count > warmup:
                     done.cycle_ms.append((now - landed) * 1e3)
                     for index, run in enumerate(runs):
                         emitted[index] += len(run)
-                        done.acceptance.record(len(run), spec.draft_tokens - 1 if spec else 0)
+                        done.acceptance.record(len(run), flying.drafted)
                 landed = now
             flying = launched if self.engine.worker.runs_ahead else None
         if flying is not None:
-            self._land(flying, spec)
+            self._land(flying)
         return done
 
     def step(
@@ -101,7 +101,7 @@ class BatchRun:
         eager: bool = False,
     ) -> list[list[int]]:
         """One decode step and its tokens."""
-        return self._land(self._launch(spec, lengths, fixed, eager=eager), spec)
+        return self._land(self._launch(spec, lengths, fixed, eager=eager))
 
     def phases(
         self, spec: SpecConfig | None, lengths: Iterator[int] | None = None, fixed: int | None = None
@@ -110,7 +110,7 @@ class BatchRun:
         seen: list[dict[str, float]] = []
         for _ in range(PHASE_CYCLES + 1):
             launched = self._launch(spec, lengths, fixed, timed=True)
-            self._land(launched, spec)
+            self._land(launched)
             seen.append(launched.clock.milliseconds())
         return {phase: statistics.median(each[phase] for each in seen[1:]) for phase in seen[0]}
 
@@ -134,15 +134,11 @@ class BatchRun:
         if not isinstance(batch, DecodeBatch) or batch.entries != self.entries:
             raise ConfigError("the cache is too small for this batch; raise --num-pages or --mem-fraction")
         simulated = SimulatedLength(next(lengths), fixed) if lengths else None
-        for entry in self.entries:
-            worker.set_pages(entry)
-            entry.ahead += spec.width if spec else 1
         return worker.launch(self.entries, spec, simulation=simulated, timed=timed, eager=eager)
 
-    def _land(self, launched: Launched, spec: SpecConfig | None) -> list[list[int]]:
+    def _land(self, launched: Launched) -> list[list[int]]:
         emitted = launched.wait().tokens
         for entry, tokens in zip(self.entries, emitted, strict=True):
-            entry.ahead -= spec.width if spec else 1
             entry.length += len(tokens)
             entry.request.output_tokens += tokens
         return emitted

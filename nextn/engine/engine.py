@@ -33,20 +33,6 @@ class _Stream:
     detokenizer: Detokenizer | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Flying:
-    """A decode step under way: its rows, and the most tokens that it brings each of them."""
-
-    entries: tuple[Running, ...]
-    spec: SpecConfig | None
-    launched: Launched
-
-    @property
-    def width(self) -> int:
-        """Most tokens a row."""
-        return self.spec.width if self.spec else 1
-
-
 class Engine:
     """Continuous batching over one worker.
 
@@ -74,7 +60,7 @@ class Engine:
         self.set_spec(config.spec if worker.can_draft else None)
         self._streams: dict[str, _Stream] = {}
         self._pending: list[Output] = []
-        self._flying: _Flying | None = None
+        self._flying: Launched | None = None
 
     @staticmethod
     def from_config(model_dir: Path, config: EngineConfig) -> Engine:
@@ -161,7 +147,7 @@ class Engine:
         if flying is not None:
             following = self.scheduler.next_ahead()
             if following is not None:
-                self._flying = self._launch(following.entries)
+                self._flying = self.worker.launch(following.entries, self._spec)
             outputs += self._land(flying)
             if following is not None:
                 return outputs
@@ -174,7 +160,7 @@ class Engine:
                 self.worker.start_row(entry, self._streams[entry.request.request_id].seed)
         if isinstance(batch, PrefillBatch):
             return outputs + self._prefill(batch)
-        started = self._launch(batch.entries)
+        started = self.worker.launch(batch.entries, self._spec)
         if self.worker.runs_ahead:
             self._flying = started
             return outputs
@@ -223,26 +209,16 @@ class Engine:
                 outputs.append(self._deliver(chunk.entry, [next(tokens)]))
         return outputs
 
-    def _launch(self, entries: tuple[Running, ...]) -> _Flying:
-        """Start a decode step of `entries`."""
-        for entry in entries:
-            self.worker.set_pages(entry)
-        flying = _Flying(entries, self._spec, self.worker.launch(entries, self._spec))
-        for entry in entries:
-            entry.ahead += flying.width
-        return flying
-
-    def _land(self, flying: _Flying) -> list[Output]:
+    def _land(self, flying: Launched) -> list[Output]:
         """Wait for a decode step and deliver its tokens to the requests that are still open."""
-        emitted = flying.launched.wait()
+        emitted = flying.wait()
         outputs = []
         for entry, tokens in zip(flying.entries, emitted.tokens, strict=True):
-            entry.ahead -= flying.width
             if not entry.pages:  # ended, aborted or preempted meanwhile
                 continue
             entry.length += len(tokens)
             output = self._deliver(entry, tokens)
-            if flying.spec is not None and output.token_ids:
+            if flying.drafted and output.token_ids:
                 self.counters.acceptance.record(len(output.token_ids), emitted.drafted)
                 entry.request.acceptance.record(len(output.token_ids), emitted.drafted)
             outputs.append(output)

@@ -57,28 +57,42 @@ class SimulatedLength:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A decode step under way: its result [B, 1 + W] on its way to the host."""
+    """A decode step of `entries` under way: its result [B, 1 + W] on its way to the host.
 
+    Until `wait` each entry counts as W tokens ahead of what the host knows.
+    """
+
+    entries: tuple[Running, ...]
     result: Tensor
     copied: torch.cuda.Event | None
     drafted: int
     clock: PhaseClock
 
     @staticmethod
-    def start(result: Tensor, rows: int, drafted: int, clock: PhaseClock) -> Launched:
-        """Send the first `rows` rows of a step's result to the host, without waiting for it."""
-        if not result.is_cuda:
-            return Launched(result, None, drafted, clock)
-        host = torch.empty(rows, result.shape[1], dtype=result.dtype, pin_memory=True)
-        host.copy_(result[:rows], non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        return Launched(host, copied, drafted, clock)
+    def start(entries: tuple[Running, ...], result: Tensor, drafted: int, clock: PhaseClock) -> Launched:
+        """Send the entries' rows, the first of a step's result, to the host, without waiting for it."""
+        host, copied = result, None
+        if result.is_cuda:
+            host = torch.empty(len(entries), result.shape[1], dtype=result.dtype, pin_memory=True)
+            host.copy_(result[: len(entries)], non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        launched = Launched(entries, host, copied, drafted, clock)
+        for entry in entries:
+            entry.ahead += launched.width
+        return launched
+
+    @property
+    def width(self) -> int:
+        """W, the most tokens that the step brings a row."""
+        return self.result.shape[1] - 1
 
     def wait(self) -> Emitted:
-        """The step's tokens; waits until it has run."""
+        """The step's tokens; waits until it has run. To be called once."""
         if self.copied is not None:
             self.copied.synchronize()
+        for entry in self.entries:
+            entry.ahead -= self.width
         return Emitted([row[1 : 1 + row[0]] for row in self.result.tolist()], self.drafted)
 
 
@@ -164,8 +178,7 @@ class Worker:
         self._pages[entry.row] = len(entry.pages)
         self._lag[entry.row] = 0
 
-    @torch.inference_mode()
-    def set_pages(self, entry: Running) -> None:
+    def _set_pages(self, entry: Running) -> None:
         """Tell the device about pages that a row gained since it was last told."""
         self.state.set_pages(entry.row, entry.pages, self._pages[entry.row])
         self._pages[entry.row] = len(entry.pages)
@@ -179,7 +192,7 @@ class Worker:
     @torch.inference_mode()
     def launch(
         self,
-        entries: Sequence[Running],
+        entries: tuple[Running, ...],
         spec: SpecConfig | None,
         *,
         simulation: SimulatedLength | None = None,
@@ -196,6 +209,8 @@ class Worker:
             simulated=simulation is not None,
             fixed_token=simulation.fixed_token if simulation else None,
         )
+        for entry in entries:
+            self._set_pages(entry)
         self._keep_draft(entries, spec)
         length = simulation.length if simulation else None
         if self.graphs is not None and not eager:
@@ -206,7 +221,7 @@ class Worker:
             clock.mark("start")
             mark = clock.mark if timed else no_mark
             result = run_step(self.models, self.state, batch, shape, self.options, lengths, mark)
-        return Launched.start(result, len(entries), spec.draft_tokens - 1 if spec else 0, clock)
+        return Launched.start(entries, result, spec.draft_tokens - 1 if spec else 0, clock)
 
     def capture(self, spec: SpecConfig | None, max_rows: int) -> None:
         """Record the decode steps that will be needed, plain and of shape `spec`, greedy and sampled."""

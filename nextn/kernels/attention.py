@@ -8,7 +8,6 @@ the other rows' lengths, so its rounding depends on the batch.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -16,11 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextn.kernels.launch import launch_options, wait_for_inputs
+from nextn.kernels.launch import LOG2_E, dot_block, launch_options, wait_for_inputs
 from nextn.kernels.ref.attention import MAX_TREE_NODES
 
 WARP = tl.constexpr(32)
-LOG2_E = 1 / math.log(2)  # the kernels' exponentials and logarithms are base 2
 INTERPRETED_SPLITS = 4  # programs where there are no SMs to fill
 
 
@@ -68,8 +66,8 @@ def choose_config(
         fused=fused,
         merge_slots=32 if fused else 16,
         merge_warps=4,
-        up_nodes=min(32, max(16, triton.next_power_of_2(rows * nodes))),
-        up_values=min(values, max(16, triton.next_power_of_2(value_dim))),
+        up_nodes=min(32, dot_block(rows * nodes)),
+        up_values=min(values, dot_block(value_dim)),
         up_warps=4,
     )
 
@@ -146,7 +144,7 @@ def decode_attention(
     log_sums = q.new_empty(tiles, slots, config.block_rows, dtype=torch.float32)
     common = {
         "KV_LORA": kv_lora,
-        "LATENT": max(16, triton.next_power_of_2(kv_lora)),
+        "LATENT": dot_block(kv_lora),
         "BLOCK_ROWS": config.block_rows,
         "LEAST_BLOCKS": config.least_blocks,
         **launch_options(),
@@ -173,7 +171,7 @@ def decode_attention(
         tail.shape[1],
         slots,
         ROPE=rope,
-        ROPE_BLOCK=max(16, triton.next_power_of_2(rope)),
+        ROPE_BLOCK=dot_block(rope),
         BLOCK_KV=config.block_kv,
         STAGES=config.stages,
         PAGE_SIZE=page_size,
@@ -196,7 +194,7 @@ def _merge(
     rows, nodes, heads = shape
     value_dim, kv_lora = w_uv.shape[1:]
     count = rows * nodes
-    latent = max(16, triton.next_power_of_2(kv_lora))
+    latent = dot_block(kv_lora)
     out = partial.new_empty(count, heads * value_dim)
     if config.fused:
         _merge_up_kernel[(count, triton.cdiv(value_dim, config.up_values), heads)](
@@ -486,6 +484,16 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _results_of(bounds_ptr, row, pair, rows, splits, BLOCK_ROWS: tl.constexpr, LEAST_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a (node, head) pair's partial results begin, BLOCK_ROWS apart, and how many there are."""
+    run = _blocks_a_program(tl.load(bounds_ptr + rows), splits, LEAST_BLOCKS)
+    first = tl.load(bounds_ptr + row) // run
+    count = (tl.load(bounds_ptr + row + 1) - 1) // run - first + 1
+    first_slot = (pair // BLOCK_ROWS).to(tl.int64) * (splits + rows - 1) + first + row
+    return first_slot * BLOCK_ROWS + pair % BLOCK_ROWS, count
+
+
+@triton.jit
 def _merge_up_kernel(  # type: ignore[no-untyped-def]
     partial_ptr,
     log_sums_ptr,
@@ -521,12 +529,7 @@ def _merge_up_kernel(  # type: ignore[no-untyped-def]
     node = tl.program_id(0)
     row = node // nodes
     pair = (node % nodes) * heads + head
-    run = _blocks_a_program(tl.load(bounds_ptr + rows), splits, LEAST_BLOCKS)
-    first = tl.load(bounds_ptr + row) // run
-    count = (tl.load(bounds_ptr + row + 1) - 1) // run - first + 1
-    # Entry s of this pair's partial results lies at start + s * BLOCK_ROWS.
-    first_slot = (pair // BLOCK_ROWS).to(tl.int64) * (splits + rows - 1) + first + row
-    start = first_slot * BLOCK_ROWS + pair % BLOCK_ROWS
+    start, count = _results_of(bounds_ptr, row, pair, rows, splits, BLOCK_ROWS, LEAST_BLOCKS)
 
     every = tl.arange(0, ALL_SLOTS)
     log_sums = tl.load(log_sums_ptr + start + every * BLOCK_ROWS, mask=every < count, other=float("-inf"))
@@ -573,12 +576,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     number = tl.program_id(0)
     row = number // (nodes * heads)
     pair = number % (nodes * heads)
-    run = _blocks_a_program(tl.load(bounds_ptr + rows), splits, LEAST_BLOCKS)
-    first = tl.load(bounds_ptr + row) // run
-    count = (tl.load(bounds_ptr + row + 1) - 1) // run - first + 1
-    # Entry s of this pair's partial results lies at start + s * BLOCK_ROWS.
-    first_slot = (pair // BLOCK_ROWS).to(tl.int64) * (splits + rows - 1) + first + row
-    start = first_slot * BLOCK_ROWS + pair % BLOCK_ROWS
+    start, count = _results_of(bounds_ptr, row, pair, rows, splits, BLOCK_ROWS, LEAST_BLOCKS)
 
     column, slot = tl.arange(0, LATENT), tl.arange(0, SLOTS)
     keep = (column < KV_LORA)[None, :]

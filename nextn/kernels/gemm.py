@@ -16,15 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nextn.kernels.fp8 import widen
-from nextn.kernels.launch import launch_options, wait_for_inputs
+from nextn.kernels.launch import DECODE_TOKENS, LEAST_DOT, dot_block, launch_options, wait_for_inputs
 from nextn.kernels.ref.gemm import FP8, Block, scale_shape
 
-FEW_TOKENS = 64
-"""Up to so many rows of x the reduction does not depend on their number."""
 PROCESSORS = 132  # of an H200; a constant, so that the order of additions is no matter of the device
 MAX_SPLITS = 16
 SUM_BLOCK = 1024
-LEAST_DOT = 16  # the least side of a tile that tl.dot takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +47,13 @@ class Config:
 
 def choose_config(tokens: int, rows: int, columns: int, *, fp8: bool) -> Config:
     """The configuration for x [tokens, columns] and a weight [rows, columns], by shape alone."""
-    if tokens > FEW_TOKENS:
+    if tokens > DECODE_TOKENS:
         if triton.cdiv(rows, 128) * triton.cdiv(tokens, 128) < PROCESSORS:
             return Config(64, 64, 1, warps=4, stages=4)
         if fp8:  # two programs a processor: one converts weights while the other multiplies
             return Config(128, 64, 1, warps=4, stages=4, block_k=64)
         return Config(128, 128, 1, warps=8, stages=3)
-    tile = max(LEAST_DOT, triton.next_power_of_2(tokens))
+    tile = dot_block(tokens)
     splits = _choose_splits(triton.cdiv(rows, 64), triton.cdiv(columns, 128))
     # Two steps' weights are on their way from memory while the kernel before, often a small one, still runs.
     return Config(tile, 64, splits, warps=4, stages=3 if fp8 else 4, prefetch=2)
@@ -168,7 +165,7 @@ def _k_step(block_k: int, scale_columns: int | None) -> tuple[int, int]:
     step = math.gcd(block_k, scale_columns)
     if step < LEAST_DOT:
         step = scale_columns
-    return step, max(LEAST_DOT, triton.next_power_of_2(step))
+    return step, dot_block(step)
 
 
 def _check(x: Tensor, weight: Tensor, scale: Tensor | None, block: Block) -> None:

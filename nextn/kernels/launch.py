@@ -7,6 +7,7 @@ hides the launch gap (0.70 us a kernel becomes 0.56 us on an H200).
 
 from __future__ import annotations
 
+import math
 import os
 from functools import cache
 
@@ -15,6 +16,21 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 HOPPER = 90
+
+DECODE_TOKENS = 64
+"""Up to so many rows the order of every sum in products, router and experts is one and the same, so that a
+token's results do not depend on its batch."""
+
+LOG2_E = 1 / math.log(2)
+"""Attention's exponentials and logarithms are base 2."""
+
+LEAST_DOT = 16
+"""The least side of a tile that tl.dot takes."""
+
+
+def dot_block(size: int) -> int:
+    """The smallest power of two that holds `size` and that tl.dot takes as a side."""
+    return max(LEAST_DOT, int(triton.next_power_of_2(size)))
 
 
 @cache

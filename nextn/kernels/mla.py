@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextn.kernels.launch import launch_options, wait_for_inputs
+from nextn.kernels.launch import dot_block, launch_options, wait_for_inputs
 from nextn.kernels.norm import add_summands, check_summands, check_valid, normalise
 from nextn.kernels.ref.rope import RotaryTables
 
@@ -44,7 +44,7 @@ def absorb_config(tokens: int, heads: int, kv_lora: int) -> AbsorbConfig:
     More tokens sum the same summands again in every column block, so then there are fewer of these.
     """
     columns = (64 if heads <= 32 else 128) if tokens <= 16 else 256
-    return AbsorbConfig(16, min(columns, _dot_block(kv_lora)), 4)
+    return AbsorbConfig(16, min(columns, dot_block(kv_lora)), 4)
 
 
 def prepare_latents(
@@ -159,18 +159,13 @@ def absorb_queries(
             TILES=tiles,
             TOKENS=config.tokens,
             COLUMNS=config.columns,
-            NOPE_BLOCK=_dot_block(nope),
+            NOPE_BLOCK=dot_block(nope),
             PAIR_BLOCK=triton.next_power_of_2(rope // 2),
             S=parts,
             num_warps=config.warps,
             **launch_options(),
         )
     return q
-
-
-def _dot_block(size: int) -> int:
-    """A power of two that tl.dot takes as one of its dimensions."""
-    return max(16, int(triton.next_power_of_2(size)))
 
 
 def _check_rotary(rotary: RotaryTables, positions: Tensor, count: int) -> int:

@@ -16,11 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from nextn.kernels.fp8 import widen
-from nextn.kernels.launch import launch_options, wait_for_inputs
+from nextn.kernels.launch import DECODE_TOKENS, launch_options, wait_for_inputs
 from nextn.kernels.ref.gemm import FP8, Block, scale_shape
 from nextn.kernels.ref.moe import ExpertWeights, SharedExperts
 
-DECODE_TOKENS = 64  # up to here one order of every sum, so that a token's result does not depend on its batch
 UNLISTED_TOKENS = 16  # up to here programs find their work themselves
 MAX_STEP = 128  # columns of a weight that are multiplied at once
 CHUNK = 1024  # pairs that a program making the list holds at once

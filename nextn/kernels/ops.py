@@ -28,7 +28,7 @@ from nextn.kernels.ref.gemm import Block
 from nextn.kernels.ref.moe import ExpertWeights, SharedExperts
 from nextn.kernels.ref.rope import RotaryTables
 from nextn.kernels.ref.router import Method, Scoring
-from nextn.kernels.ref.sampling import SamplingBatch
+from nextn.kernels.ref.sampling import MAX_CHILDREN, SamplingBatch
 from nextn.kernels.ref.tree_ops import BeamState, Pool
 
 if TYPE_CHECKING:
@@ -36,10 +36,6 @@ if TYPE_CHECKING:
     from nextn.kernels.prefill import PrefillTiles
 
     Visibility = ref_attention.TreeView | AttentionPlan
-
-
-MAX_KERNEL_CHILDREN = 64
-"""Children a node that the vocabulary kernel finds; more take plain torch."""
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -291,7 +287,7 @@ def best_children(
     path: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k best next tokens of each draft node and their values, both [B, M, k], from logits [B, M, V]."""
-    if on_gpu(logits) and k <= MAX_KERNEL_CHILDREN and not (batch.any_filter or batch.any_penalty):
+    if on_gpu(logits) and k <= MAX_CHILDREN and not (batch.any_filter or batch.any_penalty):
         from nextn.kernels.vocab import best_children as kernel
 
         return kernel(logits, batch, noise, k, tau)

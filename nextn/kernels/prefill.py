@@ -18,13 +18,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nextn.kernels.launch import launch_options, wait_for_inputs
+from nextn.kernels.launch import LOG2_E, dot_block, launch_options, wait_for_inputs
 from nextn.kernels.ref.attention import WORKSPACE_BYTES
 
 HEADS_AT_ONCE = 16  # heads that a part of several requests should hold, so that its launch fills the GPU
 GATHER_ROWS = 32  # entries that one program of the gather moves
 TILE_FIELDS = 4  # int32 numbers of a table row, whether request or tile
-LOG2_E = 1.4426950408889634
 ITEM_BYTES = 2  # bfloat16
 TMA_BOX = 256  # elements a side that one descriptor fetches at most
 
@@ -297,9 +296,9 @@ def attend_expanded(
         NOPE=nope,
         ROPE=rope,
         V=v,
-        NOPE_BLOCK=max(16, triton.next_power_of_2(nope)),
-        ROPE_BLOCK=max(16, triton.next_power_of_2(rope)),
-        V_BLOCK=max(16, triton.next_power_of_2(v)),
+        NOPE_BLOCK=dot_block(nope),
+        ROPE_BLOCK=dot_block(rope),
+        V_BLOCK=dot_block(v),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         num_warps=config.warps,

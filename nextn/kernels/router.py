@@ -13,10 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextn.kernels.launch import launch_options, wait_for_inputs
+from nextn.kernels.launch import DECODE_TOKENS, launch_options, wait_for_inputs
 from nextn.kernels.ref.router import MAX_EXPERTS, Method, Scoring
-
-DECODE_TOKENS = 64  # up to here one order of summation, so that a token's logits do not depend on its batch
 
 
 class RouterConfig(NamedTuple):

@@ -16,10 +16,9 @@ from torch import Tensor
 from nextn.errors import ConfigError
 from nextn.kernels.launch import launch_options, wait_for_inputs
 from nextn.kernels.ref.dtypes import accumulation_dtype
-from nextn.kernels.ref.sampling import SamplingBatch
+from nextn.kernels.ref.sampling import MAX_CHILDREN, SamplingBatch
 from nextn.kernels.tree_ops import drop_key, order_key, take_best
 
-MAX_CHILDREN = 64
 NOISE_BLOCK = 1024  # tokens a program
 
 

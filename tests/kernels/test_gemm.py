@@ -115,7 +115,7 @@ def test_a_tokens_nan_stays_in_its_row(device):
 @pytest.mark.parametrize(("rows", "columns", "fp8"), SHAPES)
 def test_the_order_of_additions_depends_on_the_weight_alone(rows, columns, fp8):
     """Up to 64 tokens splits, K step and orientation are the same; each split has something to add."""
-    configs = [gemm.choose_config(n, rows, columns, fp8=fp8) for n in range(1, gemm.FEW_TOKENS + 1)]
+    configs = [gemm.choose_config(n, rows, columns, fp8=fp8) for n in range(1, gemm.DECODE_TOKENS + 1)]
     assert len({(c.splits, c.block_k, c.weights_first) for c in configs}) == 1
     assert all(c.tokens >= n for n, c in enumerate(configs, 1)), "weights are read once"
     steps = -(-columns // configs[0].block_k)

@@ -205,6 +205,6 @@ def test_more_children_than_the_kernel_takes_run_plain_torch(monkeypatch: pytest
     monkeypatch.setattr(ops, "on_gpu", lambda _: True)
     logits = torch.randn(1, 1, 200, device=DEVICE)
     batch = batch_of([Knobs(0.0)], 200)
-    count = ops.MAX_KERNEL_CHILDREN + 1
+    count = ops.MAX_CHILDREN + 1
     tokens, _ = ops.best_children(logits, batch, None, count)
     assert tokens[0, 0].tolist() == logits[0, 0].topk(count).indices.tolist()

@@ -28,6 +28,9 @@ MULTIPLIERS = (0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 CPU_BLOCK = 32768  # words at a time: what one round writes stays in the cache (2 to 7 times as fast)
 
+MAX_CHILDREN = 64
+"""Children a node that the vocabulary kernel finds; more take plain torch."""
+
 NO_TOKEN = -1
 """What `pick` returns for a node without any finite score, as NaN in the model leaves behind."""
 
