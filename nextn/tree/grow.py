@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nextn.config import SpecConfig
 from nextn.kernels.ops import expand, rerank
-from nextn.kernels.ref.tree_ops import Pool, chosen_candidates, level_start, top_children
+from nextn.kernels.ref.tree_ops import Pool, chosen_candidates, top_children
 from nextn.tree.tree import DraftTree
 
 __all__ = ["Beam", "Growth", "start", "top_children"]
@@ -82,11 +82,6 @@ class Growth:
         assert self._beam is not None, "the last level has no children"
         self.level += 1
         self._beam = expand(tokens, values, self._beam, self._pool, self.level)
-
-    def candidates(self) -> tuple[Tensor, Tensor]:
-        """Tokens and values of all candidates so far, [B, N] in flat order."""
-        count = level_start(self.level + 1, self.spec.topk)
-        return self._pool.tokens[:, :count], self._pool.values[:, :count]
 
     def chosen(self) -> Tensor:
         """Flat numbers [B, D-1] of the best candidates of all levels, ascending: node i is entry i-1."""
