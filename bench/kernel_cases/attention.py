@@ -80,12 +80,10 @@ class _Shape:
         found = {}
         for block, stages in ((64, 2), (32, 3), (32, 4)):
             for fraction in (1.0, 0.97, 0.5):
-                for least in (1, 2):
-                    splits = max(1, int(default.splits * fraction))
-                    config = default._replace(
-                        block_kv=block, stages=stages, splits=splits, least_blocks=least
-                    )
-                    found[f"kv {block} stages {stages} splits {splits} least {least}"] = config
+                splits = max(1, int(default.splits * fraction))
+                config = default._replace(block_kv=block, stages=stages, splits=splits)
+                found[f"kv {block} stages {stages} splits {splits}"] = config
+        found["without roles"] = default._replace(roles=False)
         for slots, warps in ((4, 4), (8, 4), (32, 4), (16, 2), (16, 8)):
             found[f"merge slots {slots} w{warps}"] = default._replace(merge_slots=slots, merge_warps=warps)
         found["fused" if not default.fused else "not fused"] = default._replace(

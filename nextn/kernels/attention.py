@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextn.kernels.launch import LOG2_E, dot_block, launch_options, wait_for_inputs
+from nextn.kernels.launch import LOG2_E, dot_block, is_hopper, launch_options, wait_for_inputs
 from nextn.kernels.ref.attention import MAX_TREE_NODES
 
 WARP = tl.constexpr(32)
@@ -30,13 +30,13 @@ class AttentionConfig(NamedTuple):
     warps: int
     stages: int
     splits: int  # programs a tile
-    least_blocks: int  # a program takes no fewer, so that a short context is not cut to crumbs
     fused: bool  # merge and project up in one launch, where (node, head) pairs are few
     merge_slots: int  # partial results that a program of the merge holds at once
     merge_warps: int
     up_nodes: int  # nodes and values of a head that a program projects up; both at least 16
     up_values: int
     up_warps: int
+    roles: bool  # by the kernel of `attention_hopper` where it can run, whose tiles and blocks are of 64
 
 
 class AttentionPlan(NamedTuple):
@@ -62,13 +62,13 @@ def choose_config(
         warps=8,
         stages=2,
         splits=max(1, processors // tiles),
-        least_blocks=1,
         fused=fused,
         merge_slots=32 if fused else 16,
         merge_warps=4,
         up_nodes=min(32, dot_block(rows * nodes)),
         up_values=min(values, dot_block(value_dim)),
         up_warps=4,
+        roles=True,
     )
 
 
@@ -142,44 +142,56 @@ def decode_attention(
     slots = config.splits + rows - 1
     partial = q.new_empty(tiles, slots, config.block_rows, kv_lora)
     log_sums = q.new_empty(tiles, slots, config.block_rows, dtype=torch.float32)
-    common = {
-        "KV_LORA": kv_lora,
-        "LATENT": dot_block(kv_lora),
-        "BLOCK_ROWS": config.block_rows,
-        "LEAST_BLOCKS": config.least_blocks,
-        **launch_options(),
-    }
-    width, page_size = q.shape[2], cache_layer.shape[1]
-    rope = width - kv_lora
+    inputs = (q, cache_layer, page_table, prefix_lens, tail, mask, plan.bounds)
+    results = (partial, log_sums)
+    if _by_roles(config, cache_layer, tail, kv_lora):
+        from nextn.kernels import attention_hopper
+
+        attention_hopper.launch(*inputs, *results, scale * LOG2_E)
+    else:
+        _launch(inputs, results, scale * LOG2_E, config)
+    return _merge(partial, log_sums, w_uv, plan, config, (rows, nodes, heads))
+
+
+def _by_roles(config: AttentionConfig, cache_layer: Tensor, tail: Tensor, kv_lora: int) -> bool:
+    """Whether the kernel of `attention_hopper` is wanted and can run here."""
+    if not (config.roles and config.block_kv == config.block_rows == 64 and is_hopper()):
+        return False
+    from nextn.kernels import attention_hopper  # not at the top: other devices' Triton may not have its parts
+
+    return attention_hopper.fits(cache_layer, tail, kv_lora)
+
+
+def _launch(
+    inputs: tuple[Tensor, ...], results: tuple[Tensor, Tensor], scale: float, config: AttentionConfig
+) -> None:
+    """Fill the partial `results` with this file's kernel, which takes any device, page size and latent."""
+    q, cache_layer, page_table, _, tail, mask, _ = inputs
+    tiles, slots, block_rows, kv_lora = results[0].shape
+    rope = q.shape[2] - kv_lora
     _attention_kernel[(tiles, config.splits)](
-        q,
-        cache_layer,
-        page_table,
-        prefix_lens,
-        tail,
-        mask,
-        plan.bounds,
-        partial,
-        log_sums,
-        scale * LOG2_E,
+        *inputs,
+        *results,
+        scale,
         page_table.stride(0),
         tail.stride(0),
         tail.stride(1),
-        rows,
-        nodes,
-        heads,
+        *mask.shape,
+        q.shape[1],
         tail.shape[1],
         slots,
+        KV_LORA=kv_lora,
+        LATENT=dot_block(kv_lora),
         ROPE=rope,
         ROPE_BLOCK=dot_block(rope),
+        BLOCK_ROWS=block_rows,
         BLOCK_KV=config.block_kv,
         STAGES=config.stages,
-        PAGE_SIZE=page_size,
+        PAGE_SIZE=cache_layer.shape[1],
         SHORT_MASK=tail.shape[1] <= 32,
         num_warps=config.warps,
-        **common,
+        **launch_options(),
     )
-    return _merge(partial, log_sums, w_uv, plan, config, (rows, nodes, heads))
 
 
 def _merge(
@@ -213,7 +225,6 @@ def _merge(
             KV_LORA=kv_lora,
             LATENT=latent,
             BLOCK_ROWS=config.block_rows,
-            LEAST_BLOCKS=config.least_blocks,
             VALUES=config.up_values,
             SLOTS=config.merge_slots,
             ALL_SLOTS=triton.next_power_of_2(config.splits),
@@ -234,7 +245,6 @@ def _merge(
         KV_LORA=kv_lora,
         LATENT=latent,
         BLOCK_ROWS=config.block_rows,
-        LEAST_BLOCKS=config.least_blocks,
         SLOTS=config.merge_slots,
         num_warps=config.merge_warps,
         **launch_options(),
@@ -307,11 +317,6 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _blocks_a_program(total, splits, LEAST_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    return tl.maximum(tl.cdiv(total, splits), LEAST_BLOCKS)
-
-
-@triton.jit
 def _pages(table_ptr, block, prefix, BLOCK_KV: tl.constexpr, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Page of each entry of a block; of all of them at once where a page holds whole blocks."""
     position = block * BLOCK_KV
@@ -372,7 +377,6 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     STAGES: tl.constexpr,
-    LEAST_BLOCKS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SHORT_MASK: tl.constexpr,
     PDL: tl.constexpr,
@@ -383,7 +387,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     # kept in uniform registers: the inner loop needs all of the others.
     lane = tl.arange(0, WARP)
     totals = tl.load(bounds_ptr + rows + lane, mask=lane == 0, other=0)
-    run = tl.max(_blocks_a_program(totals, splits, LEAST_BLOCKS), 0)
+    run = tl.max(tl.cdiv(totals, splits), 0)
     total = tl.max(totals, 0)
     begin = program * run
     stop = tl.minimum(begin + run, total)
@@ -484,9 +488,9 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _results_of(bounds_ptr, row, pair, rows, splits, BLOCK_ROWS: tl.constexpr, LEAST_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _results_of(bounds_ptr, row, pair, rows, splits, BLOCK_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Where a (node, head) pair's partial results begin, BLOCK_ROWS apart, and how many there are."""
-    run = _blocks_a_program(tl.load(bounds_ptr + rows), splits, LEAST_BLOCKS)
+    run = tl.cdiv(tl.load(bounds_ptr + rows), splits)
     first = tl.load(bounds_ptr + row) // run
     count = (tl.load(bounds_ptr + row + 1) - 1) // run - first + 1
     first_slot = (pair // BLOCK_ROWS).to(tl.int64) * (splits + rows - 1) + first + row
@@ -510,7 +514,6 @@ def _merge_up_kernel(  # type: ignore[no-untyped-def]
     KV_LORA: tl.constexpr,
     LATENT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    LEAST_BLOCKS: tl.constexpr,
     VALUES: tl.constexpr,
     SLOTS: tl.constexpr,
     ALL_SLOTS: tl.constexpr,
@@ -529,7 +532,7 @@ def _merge_up_kernel(  # type: ignore[no-untyped-def]
     node = tl.program_id(0)
     row = node // nodes
     pair = (node % nodes) * heads + head
-    start, count = _results_of(bounds_ptr, row, pair, rows, splits, BLOCK_ROWS, LEAST_BLOCKS)
+    start, count = _results_of(bounds_ptr, row, pair, rows, splits, BLOCK_ROWS)
 
     every = tl.arange(0, ALL_SLOTS)
     log_sums = tl.load(log_sums_ptr + start + every * BLOCK_ROWS, mask=every < count, other=float("-inf"))
@@ -567,7 +570,6 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     KV_LORA: tl.constexpr,
     LATENT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    LEAST_BLOCKS: tl.constexpr,
     SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -576,7 +578,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     number = tl.program_id(0)
     row = number // (nodes * heads)
     pair = number % (nodes * heads)
-    start, count = _results_of(bounds_ptr, row, pair, rows, splits, BLOCK_ROWS, LEAST_BLOCKS)
+    start, count = _results_of(bounds_ptr, row, pair, rows, splits, BLOCK_ROWS)
 
     column, slot = tl.arange(0, LATENT), tl.arange(0, SLOTS)
     keep = (column < KV_LORA)[None, :]

@@ -42,6 +42,15 @@ def has_dependent_launch() -> bool:
     return bool(target.backend == "cuda" and target.arch >= HOPPER)
 
 
+@cache
+def is_hopper() -> bool:
+    """Whether kernels compile for Hopper itself, whose wgmma no other generation has."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return bool(target.backend == "cuda" and target.arch == HOPPER)
+
+
 def launch_options() -> dict[str, bool]:
     """Keyword arguments of every launch: the constexpr PDL and, where it is true, Triton's own option."""
     return {"PDL": True, "launch_pdl": True} if has_dependent_launch() else {"PDL": False}

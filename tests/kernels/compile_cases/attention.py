@@ -15,6 +15,7 @@ def _decode(rows: int, nodes: int, heads: int, *, page_size: int = 64, tail_len:
 
     prefix_lens = torch.zeros(rows, dtype=torch.int64)
     plan = attention.plan_attention(prefix_lens, tail_len, page_size=page_size)
+    config = attention.choose_config(rows, nodes, heads, 128, PROCESSORS, plan.block_kv)
     attention.decode_attention(
         bf16(rows * nodes, heads, 576),
         bf16(4, page_size, 576),
@@ -25,7 +26,7 @@ def _decode(rows: int, nodes: int, heads: int, *, page_size: int = 64, tail_len:
         0.1,
         bf16(heads, 256, 512)[:, 128:],
         plan=plan,
-        config=attention.choose_config(rows, nodes, heads, 128, PROCESSORS, plan.block_kv),
+        config=config._replace(roles=False),  # that kernel has cases of its own
     )
 
 
