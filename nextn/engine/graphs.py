@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one graph a (batch bucket, tree shape), replayed without asking the host.
+"""Decode steps as CUDA graphs: one graph a (batch bucket, shape), replayed without asking the host.
 
 A bucket's batch is padded with the scratch row, which is not live: its tokens run no expert and are written
 nowhere. A graph reads which rows it advances from buffers of its own, so that the same graph serves any rows.
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from nextn.config import SpecConfig
 from nextn.engine.phases import PhaseClock
-from nextn.engine.state import RowState, StepBatch
-from nextn.engine.step import Mark, Simulation, StepOptions, no_mark, plain_step, spec_step
+from nextn.engine.state import RING, RowState, StepBatch
+from nextn.engine.step import Mark, Simulation, StepOptions, catch_up, no_mark, plain_step, spec_step
 from nextn.models.weights import Models
 from nextn.tree.accept import Accepted
 
@@ -32,7 +32,8 @@ class Shape:
     """What a captured step depends on besides its buffers.
 
     spec: None for plain decoding. simulated: whether the accepted lengths come from a benchmark, and
-    fixed_token what it writes (see `Simulation`).
+    fixed_token what it writes (see `Simulation`). catches_up: the step between plain ones and a tree that
+    brings drafts up and emits nothing (`CATCH_UP`); all else is then at its default.
     """
 
     spec: SpecConfig | None
@@ -41,10 +42,24 @@ class Shape:
     any_penalty: bool = False
     simulated: bool = False
     fixed_token: int | None = None
+    catches_up: bool = False
+
+    @property
+    def nodes(self) -> int:
+        """Tokens a row of its largest forward pass; a graph's memory grows with them."""
+        if self.catches_up:
+            return RING
+        return self.spec.draft_tokens if self.spec else 1
 
     def __str__(self) -> str:
+        if self.catches_up:
+            return "catch-up"
         names = [name for name in ("sampled", "filter", "penalty") if getattr(self, f"any_{name}")]
         return " ".join([str(self.spec or "plain"), *names, *(["simulated"] if self.simulated else [])])
+
+
+CATCH_UP = Shape(None, catches_up=True)
+"""`catch_up` as a step: the same graph whatever the rows sample, and however far each draft is behind."""
 
 
 def run_step(
@@ -56,10 +71,13 @@ def run_step(
     lengths: Tensor | None = None,
     mark: Mark = no_mark,
 ) -> Tensor:
-    """One decode step; [B, 1 + W] int64: how many tokens each row emitted, and which.
+    """One step; [B, 1 + W] int64: how many tokens each row emitted, and which (W = 0 for `CATCH_UP`).
 
     lengths [1] int64 on the device: the length to accept, for a simulated shape.
     """
+    if shape.catches_up:
+        catch_up(models, state, batch)
+        return batch.rows.new_zeros(batch.size, 1)
     simulation = None
     if shape.simulated:
         assert lengths is not None, "a simulated step needs lengths"
@@ -109,10 +127,11 @@ class StepGraphs:
         self._stream = torch.cuda.Stream(state.device)
 
     def capture(self, shapes: Sequence[Shape]) -> None:
-        """Capture every bucket of every shape, the largest first: the smaller ones then fit its memory."""
+        """Capture every bucket of every shape, that of most tokens first: the others then fit its memory."""
         torch.cuda.empty_cache()  # what was only reserved is no memory of the graphs
         started, before = time.perf_counter(), _taken(self._state.device)
-        work = [(bucket, shape) for bucket in reversed(self._buckets) for shape in shapes]
+        work = [(bucket, shape) for bucket in self._buckets for shape in shapes]
+        work.sort(key=lambda each: each[0] * each[1].nodes, reverse=True)
         said = started
         for count, (bucket, shape) in enumerate(work, start=1):
             self._get(bucket, shape)

@@ -259,20 +259,20 @@ def commit(
 
 
 def catch_up(models: Models, state: RowState, batch: StepBatch) -> None:
-    """Bring the NextN cache from draft_len to n out of the ring; a no-op where they agree."""
-    rows = batch.rows
-    n, draft_len = state.n[rows], state.draft_len[rows]
-    positions = draft_len.unsqueeze(1) + torch.arange(RING, device=n.device)
-    valid = (positions < n.unsqueeze(1)) & batch.live.unsqueeze(1)
-    index = positions % RING
-    tokens = state.ring_token[rows].gather(1, index)
-    ring = state.ring_hidden[rows]
-    states = ring.gather(1, index.unsqueeze(-1).expand_as(ring))
-    output = _extend_draft(models, state, batch, draft_len, tokens, states, valid)
-    behind = (n > draft_len).unsqueeze(1)
-    fresh = _pick_node(output, (n - draft_len - 1).clamp(min=0))
-    state.draft_state[rows] = torch.where(behind, fresh, state.draft_state[rows])
-    state.draft_len[rows] = n
+    """Bring the NextN cache from draft_len to n out of the ring: by at most RING pairs a row.
+
+    Every row runs RING pairs, so that no shape depends on data; those from n on are not valid. A row that is
+    not behind, or not live, keeps all that it has.
+    """
+    rows, draft_len = batch.rows, state.draft_len[batch.rows]
+    behind = (state.n[rows] - draft_len) * batch.live  # [B]
+    steps = torch.arange(RING, device=rows.device)
+    where = (rows.unsqueeze(1), (draft_len.unsqueeze(1) + steps) % RING)
+    tokens, states = state.ring_token[where], state.ring_hidden[where]
+    output = _extend_draft(models, state, batch, draft_len, tokens, states, steps < behind.unsqueeze(1))
+    fresh = _pick_node(output, (behind - 1).clamp(min=0))
+    state.draft_state[rows] = torch.where(behind.unsqueeze(1) > 0, fresh, state.draft_state[rows])
+    state.draft_len[rows] = draft_len + behind
 
 
 def _extend_draft(

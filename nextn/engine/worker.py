@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from nextn.config import EngineConfig, ModelConfig, SpecConfig
-from nextn.engine.graphs import Shape, StepGraphs, run_step
+from nextn.engine.graphs import CATCH_UP, Shape, StepGraphs, run_step
 from nextn.engine.memory import plan_memory
 from nextn.engine.phases import PhaseClock
 from nextn.engine.request import SamplingParams
 from nextn.engine.scheduler import Chunk, Running
 from nextn.engine.state import RING, RowState, StepBatch
-from nextn.engine.step import PrefillWork, StepOptions, catch_up, no_mark, prefill_step
+from nextn.engine.step import PrefillWork, StepOptions, no_mark, prefill_step
 from nextn.errors import CapacityError, ConfigError
 from nextn.kernels.ops import has_kernels
 from nextn.kernels.ref.router import MAX_EXPERTS
@@ -211,32 +211,49 @@ class Worker:
         )
         for entry in entries:
             self._set_pages(entry)
-        self._keep_draft(entries, spec)
+        self._keep_draft(entries, spec, eager=eager)
         length = simulation.length if simulation else None
-        if self.graphs is not None and not eager:
-            result, clock = self.graphs.run([entry.row for entry in entries], shape, length, timed=timed)
-        else:
-            lengths = None if length is None else self.state.upload([length])
-            batch, clock = self._batch(entries), PhaseClock(self.state.device)
-            clock.mark("start")
-            mark = clock.mark if timed else no_mark
-            result = run_step(self.models, self.state, batch, shape, self.options, lengths, mark)
+        result, clock = self._run(entries, shape, length, timed=timed, eager=eager)
         return Launched.start(entries, result, spec.draft_tokens - 1 if spec else 0, clock)
 
+    def _run(
+        self,
+        entries: Sequence[Running],
+        shape: Shape,
+        length: int | None = None,
+        *,
+        timed: bool = False,
+        eager: bool = False,
+    ) -> tuple[Tensor, PhaseClock]:
+        """Start a step of `entries`, by its graph where there are graphs; for the flags see `launch`."""
+        if self.graphs is not None and not eager:
+            return self.graphs.run([entry.row for entry in entries], shape, length, timed=timed)
+        lengths = None if length is None else self.state.upload([length])
+        batch, clock = self._batch(entries), PhaseClock(self.state.device)
+        clock.mark("start")
+        mark = clock.mark if timed else no_mark
+        return run_step(self.models, self.state, batch, shape, self.options, lengths, mark), clock
+
     def capture(self, spec: SpecConfig | None, max_rows: int) -> None:
-        """Record the decode steps that will be needed, plain and of shape `spec`, greedy and sampled."""
+        """Record the steps that will be needed: plain and of shape `spec`, greedy and sampled.
+
+        Where there is a draft, plain steps leave it behind, so what brings it up is recorded too.
+        """
+        specs = (None,) if spec is None else (None, spec)
+        shapes = [Shape(s, any_sampled=sampled) for sampled in (False, True) for s in specs]
+        if self.can_draft:
+            shapes.append(CATCH_UP)
         with torch.inference_mode():
             self.graphs = StepGraphs(self.models, self.state, self.options, max_rows)
-            specs = (None,) if spec is None else (None, spec)
-            self.graphs.capture([Shape(s, any_sampled=sampled) for sampled in (False, True) for s in specs])
+            self.graphs.capture(shapes)
 
-    def _keep_draft(self, entries: Sequence[Running], spec: SpecConfig | None) -> None:
+    def _keep_draft(self, entries: Sequence[Running], spec: SpecConfig | None, *, eager: bool) -> None:
         """Before a step: bring up drafts that plain steps left behind, or make room for one more such."""
         if not self.can_draft:
             return
         late = 0 if spec is not None else RING - 1
         if any(self._lag[entry.row] > late for entry in entries):
-            catch_up(self.models, self.state, self._batch(entries))
+            self._run(entries, CATCH_UP, eager=eager)
             for entry in entries:
                 self._lag[entry.row] = 0
         if spec is None:

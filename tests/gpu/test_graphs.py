@@ -5,15 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nextn import LLM
 from nextn.config import EngineConfig, ModelConfig, SpecConfig
+from nextn.engine import graphs as graphs_module
+from nextn.engine import worker as worker_module
 from nextn.engine.bench import BatchRun
 from nextn.engine.engine import Engine
-from nextn.engine.graphs import Shape, StepGraphs
-from nextn.engine.state import RowState
+from nextn.engine.graphs import CATCH_UP, Shape, StepGraphs, run_step
+from nextn.engine.request import Request
+from nextn.engine.state import RING, RowState, StepBatch
+from nextn.engine.stats import Acceptance
 from nextn.engine.step import StepOptions
 from nextn.engine.worker import Worker
 from nextn.models.weights import Models, build_models
-from tests.tiny import TINY, prompt_of, request, run
+from tests.compare import assert_close
+from tests.tiny import TINY, drain, prompt_of, request, run
 
 pytestmark = pytest.mark.gpu
 SPEC = SpecConfig(2, 4, 4)
@@ -135,11 +141,149 @@ def test_the_host_runs_ahead_of_the_device(models: Models) -> None:
 
 
 def test_graphs_of_every_bucket_and_shape_stay_small(models: Models) -> None:
-    """Five buckets of two shapes share one pool."""
+    """Five buckets of three shapes share one pool."""
     engine = _engine(models, None, graphs=False, rows=16)
     torch.cuda.synchronize()
     free, _ = torch.cuda.mem_get_info()
-    graphs = StepGraphs(engine.worker.models, engine.worker.state, StepOptions(), 16)
+    recorded = StepGraphs(engine.worker.models, engine.worker.state, StepOptions(), 16)
     with torch.inference_mode():
-        graphs.capture([Shape(None), Shape(SPEC)])
+        recorded.capture([Shape(None), Shape(SPEC), CATCH_UP])
     assert free - torch.cuda.mem_get_info()[0] < 1 << 30
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_plain_steps_and_the_trees_after_them_have_the_bits_of_single_launches(
+    models: Models, temperature: float
+) -> None:
+    """More plain steps than the ring holds, caught up twice: tokens, rows and both caches are equal."""
+    tokens, states = [], []
+    for eager in (False, True):
+        engine = _engine(models, SPEC, graphs=True, rows=4)
+        batch = BatchRun(engine, [prompt_of(5 + 9 * r, r) for r in range(4)], 100, temperature)
+        specs = [None] * (RING + 9) + [SPEC] * 5
+        tokens.append([batch.step(spec, eager=eager) for spec in specs])
+        states.append(engine.worker.state)
+    assert tokens[0] == tokens[1]
+    for name in ("n", "root", "draft_state", "draft_len", "ring_hidden", "ring_token"):
+        assert_close(getattr(states[0], name)[:4], getattr(states[1], name)[:4], "bitwise", what=name)
+    assert_close(states[0].cache, states[1].cache, "bitwise", what="cache")
+
+
+def _uneven(models: Models) -> tuple[Engine, list[int]]:
+    """Three rows whose drafts are behind by different amounts, and a poisoned scratch row; the rows."""
+    engine = _engine(models, None, graphs=True)
+    for r in range(3):
+        engine.add(request(str(r), prompt_of(5 + 9 * r, r), max_tokens=100, temperature=0.8, seed=r))
+        for _ in range(3 + 5 * r):
+            engine.step()
+    state = engine.worker.state
+    state.n[state.scratch_row], state.draft_len[state.scratch_row] = 9, 2
+    state.draft_state[state.scratch_row] = float("nan")
+    state.ring_hidden[state.scratch_row] = float("nan")
+    return engine, [entry.row for entry in engine.scheduler.running]
+
+
+def test_a_captured_catch_up_has_the_bits_of_single_launches(models: Models) -> None:
+    """Three rows in a bucket of four; what is padding, and every page of nobody, keeps its bits."""
+    states = []
+    for eager in (False, True):
+        engine, rows = _uneven(models)
+        state, recorded = engine.worker.state, engine.worker.graphs
+        assert recorded is not None
+        behind = (state.n - state.draft_len)[rows].tolist()
+        assert len(set(behind)) == 3
+        assert 0 < min(behind) < max(behind) <= RING
+        with torch.inference_mode():
+            if eager:
+                padded = torch.tensor([*rows, state.scratch_row], device="cuda")
+                batch = StepBatch(padded, padded < state.scratch_row, state.page_table.shape[1])
+                run_step(models, state, batch, CATCH_UP, engine.worker.options)
+            else:
+                recorded.run(rows, CATCH_UP)
+        assert torch.equal(state.draft_len[rows], state.n[rows])
+        assert state.draft_state[rows].isfinite().all()
+        assert int(state.draft_len[state.scratch_row]) == 2
+        held = {page for entry in engine.scheduler.running for page in entry.pages}
+        free = [page for page in range(engine.pool.num_pages) if page not in held]
+        assert state.cache[:, free].isnan().all()
+        states.append(state)
+    for name in ("n", "draft_state", "draft_len", "cache"):
+        assert_close(getattr(states[0], name), getattr(states[1], name), "bitwise", what=name)
+
+
+def _long_requests() -> list[Request]:
+    """More than there are rows, each for more than the ring's steps."""
+    return [
+        request(str(r), prompt_of(5 + 9 * r, r), max_tokens=45 + 12 * r, temperature=0.8 * (r % 2), seed=r)
+        for r in range(8)
+    ]
+
+
+def test_plain_decoding_beside_a_draft_meets_no_eager_pass_and_no_capture(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rings fill while rows come and go; the tokens are those of an engine without a NextN layer."""
+    alone = Models(models.target, None, models.cfg)
+    expected = run(_engine(alone, None, graphs=True), _long_requests())
+    engine = _engine(models, SPEC, graphs=True)
+    engine.set_spec(None)
+
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("not recorded at the start")
+
+    monkeypatch.setattr(graphs_module, "record", refuse)
+    monkeypatch.setattr(worker_module, "run_step", refuse)
+    assert run(engine, _long_requests()) == expected
+
+
+def test_after_plain_decoding_the_demo_drafts_as_after_a_fresh_prefill() -> None:
+    """One text goes on from 48 plain steps and from a prefill of them: caches and acceptance agree."""
+    llm = LLM("demo", device="cuda", num_pages=64, max_model_len=512, max_running_requests=4)
+    engine, spec = llm.engine, llm.engine.spec
+    texts = (
+        "To install the package",
+        "The capital of France is",
+        "def read_lines(path):\n",
+        "Once upon a time",
+    )
+    requests = [request(text, llm.tokenizer.encode(text), max_tokens=144, temperature=0.0) for text in texts]
+    engine.set_spec(None)
+    for each in requests:
+        engine.add(each)
+    while min(len(each.output_tokens) for each in requests) < 48:
+        engine.step()
+    known = [each.prompt_tokens + each.output_tokens for each in requests]
+    engine.set_spec(spec)
+    engine.step()
+    continued, after_plain = _draft_latents(engine, known), _accepted(engine)
+    for each, tokens in zip(requests, known, strict=True):
+        left = each.params.max_tokens - (len(tokens) - len(each.prompt_tokens))
+        engine.add(request(each.request_id, tokens, max_tokens=left, temperature=0.0))
+    while engine.scheduler.waiting or not all(entry.is_prefilled for entry in engine.scheduler.running):
+        engine.step()
+    fresh, after_prefill = _draft_latents(engine, known), _accepted(engine)
+    apart = (continued - fresh).norm(dim=-1) / fresh.norm(dim=-1)
+    assert float(apart.median()) < 0.02
+    assert float(apart.quantile(0.95)) < 0.1
+    assert after_prefill.length > 1.5
+    assert abs(after_plain.length - after_prefill.length) < 0.2, (after_plain, after_prefill)
+
+
+def _draft_latents(engine: Engine, known: list[list[int]]) -> torch.Tensor:
+    """NextN's entries of the running rows, of the pairs that `known` tokens make, row after row.  # [N, C]"""
+    state = engine.worker.state
+    entries = []
+    for entry, tokens in zip(engine.scheduler.running, known, strict=True):
+        positions = torch.arange(len(tokens) - 1, device=state.device).unsqueeze(0)
+        slots = state.slots(torch.tensor([entry.row], device=state.device), positions)[0]
+        entries.append(state.cache[-1].flatten(0, 1)[slots].float())
+    return torch.cat(entries)
+
+
+def _accepted(engine: Engine) -> Acceptance:
+    """Run all open requests to their end; what their trees accepted."""
+    total = Acceptance()
+    for output in drain(engine):
+        if output.finish_reason is not None:
+            total.merge(output.acceptance)
+    return total

@@ -1,0 +1,154 @@
+"""What is recorded at the start is all that decoding needs, and padded batches in buckets give the same text.
+
+CUDA graphs are replaced by what they stand for: a step that is run again over the same buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nextn.config import SpecConfig
+from nextn.engine import graphs, worker
+from nextn.engine.engine import Engine
+from nextn.engine.graphs import CATCH_UP, Shape, StepGraphs
+from nextn.engine.request import Request
+from nextn.engine.state import RING
+from nextn.engine.worker import Worker
+from nextn.models.weights import Models
+from tests.e2e.test_draft_state import _check_row
+from tests.tiny import prompt_of, request, run, tiny_engine, tiny_models
+
+SPEC = SpecConfig(2, 4, 4)
+ROWS = 5
+
+
+class Replay:
+    """Runs the step again and leaves the result where the first run left it."""
+
+    def __init__(self, step: Callable[[], Tensor]) -> None:
+        self.step, self.result = step, step()
+
+    def replay(self) -> None:
+        self.result.copy_(self.step())
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
+    """Lets `StepGraphs` record on a CPU; the shapes that were replayed, in order."""
+    seen: list[Shape] = []
+    run_graph = StepGraphs.run
+
+    def record(step: Callable[[], Tensor], _stream: object, _pool: object) -> tuple[Replay, Tensor]:
+        replay = Replay(step)
+        return replay, replay.result
+
+    def run_and_note(self: StepGraphs, rows: list[int], shape: Shape, *args: Any, **kwargs: Any) -> Any:
+        seen.append(shape)
+        result, clock = run_graph(self, rows, shape, *args, **kwargs)
+        return result[: len(rows)].clone(), clock  # as the copy to pinned memory, before the next replay
+
+    monkeypatch.setattr(graphs, "record", record)
+    monkeypatch.setattr(graphs, "_taken", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(StepGraphs, "run", run_and_note)
+    return seen
+
+
+def _engine(models: Models | None = None, spec: SpecConfig | None = SPEC) -> Engine:
+    """An engine that decodes by recorded steps."""
+    engine = tiny_engine(models, spec=spec, max_running_requests=ROWS, page_size=4, max_model_len=160)
+    engine.worker.capture(spec, ROWS)
+    return engine
+
+
+def _forbid_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on nothing may be recorded or run op by op."""
+
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("not recorded at the start")
+
+    monkeypatch.setattr(graphs, "record", refuse)
+    monkeypatch.setattr(worker, "run_step", refuse)
+
+
+def _requests() -> list[Request]:
+    """More than there are rows; they join and leave at different steps, most after several rings."""
+    return [
+        request(
+            str(i),
+            prompt_of(4 + 3 * i, i),
+            max_tokens=(20, 75, 100)[i % 3],
+            temperature=0.8 * (i % 2),
+            seed=i,
+        )
+        for i in range(ROWS + 3)
+    ]
+
+
+@pytest.mark.parametrize("spec", [None, SPEC], ids=str)
+def test_plain_decoding_beside_a_draft_runs_recorded_steps_only(
+    spec: SpecConfig | None, replays: list[Shape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are caught up as the ring fills, by a graph of the start; the text is that of no draft."""
+    models = tiny_models()
+    alone = Models(models.target, None, models.cfg)
+    expected = run(tiny_engine(alone, spec=None, max_running_requests=ROWS), _requests())
+    engine = _engine(spec=spec)
+    _forbid_the_rest(monkeypatch)
+    engine.set_spec(None)
+    assert run(engine, _requests()) == expected
+    assert 2 <= replays.count(CATCH_UP) < len(replays) / 8
+
+
+def test_drafts_are_whole_after_plain_decoding_by_recorded_steps(
+    replays: list[Shape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that began at different steps; the first cycle after some 50 plain ones finds a whole draft."""
+    engine = _engine()
+    _forbid_the_rest(monkeypatch)
+    monkeypatch.setattr(Worker, "runs_ahead", False)
+    engine.set_spec(None)
+    for i in range(3):
+        engine.add(request(str(i), prompt_of(5 + 4 * i, i), max_tokens=90, temperature=0.8, seed=i))
+        for _ in range(1 + 9 * i):
+            engine.step()
+    for _ in range(RING - 1):
+        engine.step()
+    engine.set_spec(SPEC)
+    engine.step()
+    assert [shape.spec for shape in replays[-2:]] == [None, SPEC]
+    assert replays[-2] == CATCH_UP
+    assert len(engine.scheduler.running) == 3
+    for entry in engine.scheduler.running:
+        _check_row(engine, entry)
+
+
+@pytest.mark.usefixtures("replays")
+def test_the_graphs_of_most_tokens_are_recorded_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The catch-up of the largest bucket comes first; without a NextN layer there is none."""
+    order: list[tuple[int, Shape]] = []
+    get = StepGraphs._get
+
+    def get_and_note(self: StepGraphs, bucket: int, shape: Shape) -> object:
+        order.append((bucket, shape))
+        return get(self, bucket, shape)
+
+    monkeypatch.setattr(StepGraphs, "_get", get_and_note)
+    _engine()
+    tokens = [bucket * shape.nodes for bucket, shape in order]
+    assert tokens == sorted(tokens, reverse=True)
+    assert order[0] == (ROWS, CATCH_UP)
+    assert {shape for _, shape in order} == {
+        CATCH_UP, *(Shape(spec, any_sampled=sampled) for spec in (None, SPEC) for sampled in (False, True))
+    }  # fmt: skip
+    models = tiny_models()
+    order.clear()
+    _engine(Models(models.target, None, models.cfg), None)
+    assert {shape.spec for _, shape in order} == {None}
+    assert CATCH_UP not in {shape for _, shape in order}
