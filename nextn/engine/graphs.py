@@ -165,7 +165,7 @@ class StepGraphs:
             captured.batch.live.copy_(fresh[1])
             captured.rows_now = tuple(rows)
         if length is not None:
-            captured.lengths.copy_(self._state.upload([length]))
+            captured.lengths.fill_(length)
         captured.graph.replay()
         return captured.result, captured.clock
 

@@ -96,6 +96,7 @@ class RowState:
     ring_hidden, ring_token: [R + 1, RING, hidden] and [R + 1, RING]; at index p % RING the target state h_p
         that the draft reads and the token t_{p+1}, for draft_len <= p < n.
     tail: [R + 1, 64, C], latents of the draft beam during one step.
+    chain_mask: [64] int64, ancestor bits of a chain's nodes, a constant.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class RowState:
         self.ring_hidden = real(rows, RING, cfg.hidden_size)
         self.ring_token = whole(rows, RING)
         self.tail = real(rows, MAX_TREE_NODES, cfg.latent_dim)
+        self.chain_mask = _chain_mask(torch.arange(MAX_TREE_NODES, device=device))
         self.sampling = SamplingRows.zeros(rows, cfg.vocab_size, device)
 
     def upload(self, values: Sequence[int]) -> Tensor:
@@ -214,3 +216,9 @@ class RowState:
             any_filter=batch.any_filter,
             any_penalty=batch.any_penalty,
         )
+
+
+def _chain_mask(steps: Tensor) -> Tensor:
+    """Ancestor bits of a chain: node j sees nodes 0 .. j. steps: arange(M), M <= 64 -> [M] int64."""
+    own = torch.ones_like(steps) << steps
+    return own | (own - 1)  # for j = 63 the subtraction wraps around, as it should

@@ -73,6 +73,27 @@ class PrefillWork:
     last_rows: StepBatch
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a step's rows stand, read once for all of its phases: single launches of such reads add up."""
+
+    n: Tensor  # [B] int64, length of the prefix
+    page_table: Tensor  # [B, P] int64
+    positions: Tensor  # [B, M] int64, n .. n+M-1
+    slots: Tensor  # [B, M] int64, of these positions: the tree's nodes', then the accepted path's
+
+    @staticmethod
+    def behind(state: RowState, batch: StepBatch, n: Tensor, count: int) -> Place:
+        """The `count` positions behind prefixes of n [B] tokens of `batch`'s rows."""
+        positions = n.unsqueeze(1) + torch.arange(count, device=n.device)
+        page_table = state.page_table[batch.rows, : batch.pages]
+        return Place(n, page_table, positions, state.slots(batch.rows, positions))
+
+    def first(self, count: int) -> Place:
+        """Of the same rows, the first `count` positions only."""
+        return replace(self, positions=self.positions[:, :count], slots=self.slots[:, :count])
+
+
 def no_mark(_phase: str) -> None:
     """The default `mark`: nobody is timing."""
 
@@ -88,15 +109,16 @@ def spec_step(
     mark: Mark = no_mark,
 ) -> Accepted:
     """One speculative cycle for every row of `batch`; needs draft_len == n in each (see `catch_up`)."""
+    place = Place.behind(state, batch, state.n[batch.rows], spec.draft_tokens)
     sampling = state.sampling_batch(batch)
-    noise = _noise(models, sampling, state.n[batch.rows] + 1, spec.num_steps + 1, state.cache.dtype)
-    tree = draft(models, state, batch, sampling, noise, spec, options)
+    noise = _noise(models, sampling, place.n + 1, spec.num_steps + 1, state.cache.dtype)
+    tree = draft(models, state, batch, place, sampling, noise, spec, options)
     mark("draft")
-    states, logits = verify(models, state, batch, tree)
+    states, logits = verify(models, state, batch, place, tree)
     mark("verify")
     accepted = accept(sampling, tree, logits, noise, spec.width, simulation)
     mark("accept")
-    commit(models, state, batch, accepted, states, options)
+    commit(models, state, batch, place, accepted, states, options)
     mark("extend")
     return accepted
 
@@ -111,14 +133,15 @@ def plain_step(
     mark: Mark = no_mark,
 ) -> Accepted:
     """One token for every row: a tree of the root alone. The draft falls behind; `catch_up` repairs that."""
+    place = Place.behind(state, batch, state.n[batch.rows], 1)
     sampling = state.sampling_batch(batch)
-    noise = _noise(models, sampling, state.n[batch.rows] + 1, 1, state.cache.dtype)
+    noise = _noise(models, sampling, place.n + 1, 1, state.cache.dtype)
     tree = DraftTree.plain(state.root[batch.rows])
-    states, logits = verify(models, state, batch, tree)
+    states, logits = verify(models, state, batch, place, tree)
     mark("verify")
     accepted = accept(sampling, tree, logits, noise, 1, simulation)
     mark("accept")
-    _remember(models, state, batch, accepted, states, options)
+    _remember(models, state, batch, place.n, accepted, states, options)
     _advance(state, batch, accepted)
     mark("extend")
     return accepted
@@ -128,6 +151,7 @@ def draft(
     models: Models,
     state: RowState,
     batch: StepBatch,
+    place: Place,
     sampling: SamplingBatch,
     noise: Tensor,
     spec: SpecConfig,
@@ -139,9 +163,7 @@ def draft(
     n+l-1, attends the committed NextN prefix and exactly its ancestors in the step buffer.
     """
     assert models.nextn is not None, "speculation needs a NextN layer"
-    nextn, k = models.nextn, spec.topk
-    n = state.n[batch.rows]
-    page_table = state.page_table[batch.rows, : batch.pages]
+    nextn, k, n = models.nextn, spec.topk, place.n
     tail = state.tail[: batch.size, : max(k * (spec.num_steps - 1), 1)]
 
     last = state.draft_state[batch.rows].unsqueeze(1)  # [B, 1, hidden], before shared_head.norm
@@ -151,18 +173,17 @@ def draft(
     growth = grow.start(tokens[:, 0], values[:, 0], spec)
     while growth.level < spec.num_steps:
         beam = growth.beam()
-        recycled = _draft_hidden(states, options)
-        parents = beam.parent_slot.unsqueeze(-1).expand(-1, -1, recycled.shape[-1])
         inputs = DraftInput(
             tokens=beam.tokens,
-            positions=(n + beam.level - 1).unsqueeze(1).expand(-1, k),
+            positions=(n + (beam.level - 1)).unsqueeze(1).expand(-1, k),
             mask=beam.mask,
             tail=tail,
             start=beam.start,
             prefix_lens=n,
-            page_table=page_table,
+            page_table=place.page_table,
         )
-        states = nextn.decode(inputs, recycled.gather(1, parents), state.cache)  # [B, k, hidden]
+        recycled = _take(_draft_hidden(states, options), beam.parent_slot)
+        states = nextn.decode(inputs, recycled, state.cache)  # [B, k, hidden]
         path = (beam.path_tokens, beam.path_valid) if sampling.any_penalty else None
         own_noise = noise[:, beam.level : beam.level + 1]
         growth.extend(*_children(models, states, sampling, path, own_noise, k, options))
@@ -187,18 +208,18 @@ def _children(
     return best_children(logits, sampling, noise if options.coupled else None, k, options.tau, path)
 
 
-def verify(models: Models, state: RowState, batch: StepBatch, tree: DraftTree) -> tuple[States, Tensor]:
+def verify(
+    models: Models, state: RowState, batch: StepBatch, place: Place, tree: DraftTree
+) -> tuple[States, Tensor]:
     """Target forward over the D nodes: states [B, D, hidden], logits [B, D, V]."""
-    n = state.n[batch.rows]
-    nodes = torch.arange(tree.size, device=n.device)
     inputs = TreeInput(
         tokens=tree.tokens,
-        positions=n.unsqueeze(1) + tree.depth,
+        positions=place.n.unsqueeze(1) + tree.depth,
         mask=tree.mask,
         valid=batch.live.unsqueeze(1).expand_as(tree.tokens),
-        slots=state.slots(batch.rows, n.unsqueeze(1) + nodes),
-        prefix_lens=n,
-        page_table=state.page_table[batch.rows, : batch.pages],
+        slots=place.slots,
+        prefix_lens=place.n,
+        page_table=place.page_table,
     )
     states = models.target.decode(inputs, state.cache)
     return states, models.target.logits(states.normed)
@@ -228,6 +249,7 @@ def commit(
     models: Models,
     state: RowState,
     batch: StepBatch,
+    place: Place,
     accepted: Accepted,
     states: States,
     options: StepOptions,
@@ -243,18 +265,14 @@ def commit(
     |                |                                    | the target's states and emitted tokens|
     | n+a+1 ..       | scratch                            | scratch                               |
     """
-    rows, n = batch.rows, state.n[batch.rows]
     valid = accepted.valid & batch.live.unsqueeze(1)
-    steps = torch.arange(accepted.tokens.shape[1], device=n.device)
-    target = state.slots(rows, n.unsqueeze(1) + steps)
-    compact(state.cache[:-1], state.slots(rows, n.unsqueeze(1) + accepted.path), target, valid)
+    chain = place.first(accepted.path.shape[1])
+    compact(state.cache[:-1], place.slots.gather(1, accepted.path), chain.slots, valid)
 
-    hidden = _draft_hidden(states, options)
-    path = accepted.path.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
-    tokens = accepted.tokens.clamp(min=0)
-    output = _extend_draft(models, state, batch, n, tokens, hidden.gather(1, path), valid)
-    state.draft_state[rows] = _pick_node(output, accepted.length - 1)
-    state.draft_len[rows] = n + accepted.length
+    tokens, hidden = accepted.tokens.clamp(min=0), _take(_draft_hidden(states, options), accepted.path)
+    output = _extend_draft(models, state, chain, tokens, hidden, valid)
+    state.draft_state[batch.rows] = _take(output, accepted.length.unsqueeze(1) - 1).squeeze(1)
+    state.draft_len[batch.rows] = place.n + accepted.length
     _advance(state, batch, accepted)
 
 
@@ -266,11 +284,12 @@ def catch_up(models: Models, state: RowState, batch: StepBatch) -> None:
     """
     rows, draft_len = batch.rows, state.draft_len[batch.rows]
     behind = (state.n[rows] - draft_len) * batch.live  # [B]
-    steps = torch.arange(RING, device=rows.device)
-    where = (rows.unsqueeze(1), (draft_len.unsqueeze(1) + steps) % RING)
+    place = Place.behind(state, batch, draft_len, RING)
+    where = (rows.unsqueeze(1), place.positions % RING)
     tokens, states = state.ring_token[where], state.ring_hidden[where]
-    output = _extend_draft(models, state, batch, draft_len, tokens, states, steps < behind.unsqueeze(1))
-    fresh = _pick_node(output, (behind - 1).clamp(min=0))
+    valid = place.positions < (draft_len + behind).unsqueeze(1)
+    output = _extend_draft(models, state, place, tokens, states, valid)
+    fresh = _take(output, (behind - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
     state.draft_state[rows] = torch.where(behind.unsqueeze(1) > 0, fresh, state.draft_state[rows])
     state.draft_len[rows] = draft_len + behind
 
@@ -278,28 +297,25 @@ def catch_up(models: Models, state: RowState, batch: StepBatch) -> None:
 def _extend_draft(
     models: Models,
     state: RowState,
-    batch: StepBatch,
-    start: Tensor,
+    place: Place,
     tokens: Tensor,
     states: Tensor,
     valid: Tensor,
 ) -> Tensor:
-    """NextN over a chain of pairs at positions start [B] on; writes the valid ones to its cache.
+    """NextN over the chain of pairs at `place`'s positions; writes the valid ones to its cache.
 
     tokens [B, M] int64 are t_{i+1}, states [B, M, hidden] the target's h_i, valid [B, M]. Returns the layer's
     output [B, M, hidden], before shared_head.norm.
     """
     assert models.nextn is not None
-    steps = torch.arange(tokens.shape[1], device=tokens.device)
-    positions = start.unsqueeze(1) + steps
     inputs = TreeInput(
         tokens=tokens,
-        positions=positions,
-        mask=_chain_mask(steps).expand_as(positions),
+        positions=place.positions,
+        mask=state.chain_mask[: tokens.shape[1]].expand_as(tokens),
         valid=valid,
-        slots=state.slots(batch.rows, positions),
-        prefix_lens=start,
-        page_table=state.page_table[batch.rows, : batch.pages],
+        slots=place.slots,
+        prefix_lens=place.n,
+        page_table=place.page_table,
     )
     return models.nextn.decode(inputs, states, state.cache).hidden
 
@@ -356,6 +372,7 @@ def _remember(
     models: Models,
     state: RowState,
     batch: StepBatch,
+    n: Tensor,
     accepted: Accepted,
     states: States,
     options: StepOptions,
@@ -363,7 +380,7 @@ def _remember(
     """Put the state and the token of a plain step into the ring, for a draft that is caught up later."""
     if models.nextn is None:
         return
-    index = state.n[batch.rows] % RING
+    index = n % RING
     state.ring_hidden[batch.rows, index] = _draft_hidden(states, options)[:, 0]
     state.ring_token[batch.rows, index] = accepted.tokens[:, 0].clamp(min=0)
 
@@ -384,12 +401,8 @@ def _count(state: RowState, batch: StepBatch, tokens: Tensor, valid: Tensor) -> 
         state.sampling.counts.index_put_(where, valid.to(torch.int32), accumulate=True)
 
 
-def _pick_node(output: Tensor, node: Tensor) -> Tensor:
-    """output [B, M, hidden], node [B] -> [B, hidden]."""
-    return output.gather(1, node.view(-1, 1, 1).expand(-1, 1, output.shape[-1])).squeeze(1)
-
-
-def _chain_mask(steps: Tensor) -> Tensor:
-    """Ancestor bits of a chain: node j sees nodes 0 .. j. steps: arange(M), M <= 64 -> [M] int64."""
-    own = torch.ones_like(steps) << steps
-    return own | (own - 1)  # for j = 63 the subtraction wraps around, as it should
+def _take(states: Tensor, nodes: Tensor) -> Tensor:
+    """The states of some nodes: [B, M, hidden] at nodes [B, K] -> [B, K, hidden]."""
+    if states.shape[1] == 1:  # where there is one, all nodes are it
+        return states.expand(-1, nodes.shape[1], -1)
+    return states.gather(1, nodes.unsqueeze(-1).expand(-1, -1, states.shape[-1]))

@@ -64,7 +64,7 @@ def choose_config(
         splits=max(1, processors // tiles),
         fused=fused,
         merge_slots=32 if fused else 16,
-        merge_warps=4,
+        merge_warps=4 if fused else 2,
         up_nodes=min(32, dot_block(rows * nodes)),
         up_values=min(values, dot_block(value_dim)),
         up_warps=4,

@@ -119,7 +119,7 @@ class DeepseekModel(nn.Module):
     def decode(self, inp: TreeInput, cache: Tensor) -> States:
         """States of every node, [B, M, hidden]; writes the valid nodes' latents to inp.slots."""
         plan = plan_decode(inp, self.rotary, cache)
-        x, update = plan.clean(self.embed(inp.tokens)), None
+        x, update = self.embed(inp.tokens).flatten(0, 1), None
         for layer, block in enumerate(self.blocks()):
             x, update = block.decode(x, update, plan, cache[layer])
         return States(*self.norm.add(x, update, plan.valid)).view(plan.shape)

@@ -19,7 +19,7 @@ from nextn.engine import memory
 from nextn.engine.engine import Engine
 from nextn.engine.scheduler import Running
 from nextn.engine.state import StepBatch
-from nextn.engine.step import draft
+from nextn.engine.step import Place, draft
 from nextn.errors import ConfigError
 from nextn.kernels.ref.sampling import level_noise, process_logits
 from nextn.models.inputs import PrefillInput
@@ -95,7 +95,8 @@ def test_each_tree_node_s_value_is_that_of_its_own_path(
     sampling = worker.state.sampling_batch(batch)
     noise = level_noise(sampling, worker.state.n[batch.rows] + 1, spec.num_steps, 40, torch.float64)
     with torch.inference_mode():
-        tree = draft(worker.models, worker.state, batch, sampling, noise, spec, worker.options)
+        place = Place.behind(worker.state, batch, worker.state.n[batch.rows], spec.draft_tokens)
+        tree = draft(worker.models, worker.state, batch, place, sampling, noise, spec, worker.options)
         for row, entry in enumerate(entries):
             tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
             for node in range(1, len(tokens)):
