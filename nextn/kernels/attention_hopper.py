@@ -102,10 +102,16 @@ def launch(
 
 
 @gluon.jit
-def _blocks_of(bounds_ptr, lens_ptr, row, program, run):  # type: ignore[no-untyped-def]
-    """A row's prefix length, and which of its blocks a program computes."""
-    begin, end = gl.load(bounds_ptr + row), gl.load(bounds_ptr + row + 1)
-    prefix = gl.load(lens_ptr + row).to(gl.int32)
+def _blocks_of(lists, row, program, run, known):  # type: ignore[no-untyped-def]
+    """A row's prefix length, and which of its blocks a program computes.
+
+    `known`: a row with its bounds and prefix length, so that the first one costs no round trip to memory.
+    """
+    lens_ptr, bounds_ptr = lists
+    known_row, begin, end, prefix = known
+    if row != known_row:
+        begin, end = gl.load(bounds_ptr + row), gl.load(bounds_ptr + row + 1)
+        prefix = gl.load(lens_ptr + row).to(gl.int32)
     first = gl.maximum(program * run - begin, 0)
     last = gl.minimum(program * run + run, end) - begin
     return prefix, first, last
@@ -116,6 +122,7 @@ def _fetch(  # type: ignore[no-untyped-def]
     sources,
     lists,
     work,
+    table,
     parts,
     full,
     free,
@@ -123,15 +130,15 @@ def _fetch(  # type: ignore[no-untyped-def]
 ):
     """The fetching warp: every block of every row, as soon as its buffer is free."""
     cache, cache_rope, tail, tail_rope = sources
-    table_ptr, lens_ptr, bounds_ptr = lists
-    program, run, first_row, last_row, table_stride, pitch = work
+    program, run, first_row, last_row, known = work
+    table_ptr, table_stride, pitch = table
     low, high, rope = parts
     full_low, full_high = full
     free_low, free_high = free
     HALF: gl.constexpr = low.shape[2]
     turn = 0
     for row in range(first_row, last_row + 1):
-        prefix, first, last = _blocks_of(bounds_ptr, lens_ptr, row, program, run)
+        prefix, first, last = _blocks_of(lists, row, program, run, known)
         prefix_blocks = gl.cdiv(prefix, BLOCK)
         row_table_ptr = table_ptr + row * table_stride
         page = gl.load(row_table_ptr + first * BLOCK // PAGE_SIZE, mask=first < prefix_blocks, other=0)
@@ -181,6 +188,7 @@ def _score(  # type: ignore[no-untyped-def]
     lists,
     work,
     sizes,
+    mask_ptr,
     results,
     parts,
     query,
@@ -194,9 +202,8 @@ def _score(  # type: ignore[no-untyped-def]
 ):
     """The first warp group: scores and weights of each block, and the products with the low columns."""
     queries, queries_rope = sources
-    lens_ptr, bounds_ptr, mask_ptr = lists
-    program, run, first_row, last_row, tile = work
-    scale, nodes, heads, tail_len, slots = sizes
+    program, run, first_row, last_row, known = work
+    tile, scale, nodes, heads, tail_len, slots = sizes
     partial_ptr, log_sums_ptr = results
     low, high, rope = parts
     query_low, query_high, query_rope = query
@@ -210,7 +217,7 @@ def _score(  # type: ignore[no-untyped-def]
     key = gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
     turn, handed = 0, 0
     for row in range(first_row, last_row + 1):
-        prefix, first, last = _blocks_of(bounds_ptr, lens_ptr, row, program, run)
+        prefix, first, last = _blocks_of(lists, row, program, run, known)
         prefix_blocks = gl.cdiv(prefix, BLOCK)
         # The row before's results have left the queries' memory.
         mbarrier.wait(taken, (handed & 1) ^ 1)
@@ -293,14 +300,13 @@ def _multiply(  # type: ignore[no-untyped-def]
     taken,
 ):
     """The second warp group: the products of each block's weights with the high columns."""
-    lens_ptr, bounds_ptr = lists
-    program, run, first_row, last_row, tile = work
-    nodes, heads, tail_len, slots = sizes
+    program, run, first_row, last_row, known = work
+    tile, nodes, heads, tail_len, slots = sizes
     HALF: gl.constexpr = high.shape[2]
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     turn, handed = 0, 0
     for row in range(first_row, last_row + 1):
-        prefix, first, last = _blocks_of(bounds_ptr, lens_ptr, row, program, run)
+        prefix, first, last = _blocks_of(lists, row, program, run, known)
         prefix_blocks = gl.cdiv(prefix, BLOCK)
         values = gl.full([BLOCK, HALF], 0.0, gl.float32, VALUES)
         for block in range(first, last):
@@ -405,25 +411,34 @@ def _hopper_attention_kernel(  # type: ignore[no-untyped-def]
     lane = gl.arange(0, WARP, LANES)
     total = gl.load(bounds_ptr + rows)
     ends = gl.load(bounds_ptr + 1 + lane, mask=lane < rows, other=2147483647)
+    prefixes = gl.load(lens_ptr + lane, mask=lane < rows, other=0).to(gl.int32)
     run = gl.cdiv(total, splits)
     begin = program * run
     stop = gl.minimum(begin + run, total)
     first_row = gl.sum((ends <= begin).to(gl.int32), 0)
     last_row = gl.sum((ends < stop).to(gl.int32), 0)
+    known = (
+        gl.where(first_row < WARP, first_row, -1),
+        gl.max(gl.where(ends <= begin, ends, 0), 0),
+        gl.min(gl.where(ends > begin, ends, 2147483647), 0),
+        gl.sum(gl.where(lane == first_row, prefixes, 0), 0),
+    )
     for offset in range(32, rows, 32):
         ends = gl.load(bounds_ptr + 1 + offset + lane, mask=offset + lane < rows, other=2147483647)
         first_row += gl.sum((ends <= begin).to(gl.int32), 0)
         last_row += gl.sum((ends < stop).to(gl.int32), 0)
     last_row = gl.where(begin < stop, last_row, first_row - 1)  # a program without blocks has no rows
+    work = (program, run, first_row, last_row, known)
     gl.warp_specialize(
         [
             (
                 _score,
                 (
                     (queries, queries_rope),
-                    (lens_ptr, bounds_ptr, mask_ptr),
-                    (program, run, first_row, last_row, tile),
-                    (scale, nodes, heads, tail_len, slots),
+                    (lens_ptr, bounds_ptr),
+                    work,
+                    (tile, scale, nodes, heads, tail_len, slots),
+                    mask_ptr,
                     (partial_ptr, log_sums_ptr),
                     (low, high, rope),
                     (query_low, query_high, query_rope),
@@ -440,8 +455,8 @@ def _hopper_attention_kernel(  # type: ignore[no-untyped-def]
                 _multiply,
                 (
                     (lens_ptr, bounds_ptr),
-                    (program, run, first_row, last_row, tile),
-                    (nodes, heads, tail_len, slots),
+                    work,
+                    (tile, nodes, heads, tail_len, slots),
                     partial_ptr,
                     high,
                     query_high,
@@ -457,8 +472,9 @@ def _hopper_attention_kernel(  # type: ignore[no-untyped-def]
                 _fetch,
                 (
                     (cache, cache_rope, tail, tail_rope),
-                    (table_ptr, lens_ptr, bounds_ptr),
-                    (program, run, first_row, last_row, table_stride, pitch),
+                    (lens_ptr, bounds_ptr),
+                    work,
+                    (table_ptr, table_stride, pitch),
                     (low, high, rope),
                     (full_low, full_high),
                     (free_low, free_high),
