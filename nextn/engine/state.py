@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nextn.config import MAX_TREE_NODES, ModelConfig
-from nextn.engine.request import SamplingParams
+from nextn.engine.request import MAX_BANNED, MAX_BIASES, SamplingParams
 from nextn.kernels.ref.sampling import SamplingBatch
 
 RING = 32
@@ -43,6 +43,9 @@ class StepBatch:
     any_sampled: bool = False
     any_filter: bool = False
     any_penalty: bool = False
+    any_bias: bool = False
+    any_logprobs: bool = False
+    any_grammar: bool = False
 
     @property
     def size(self) -> int:
@@ -68,6 +71,11 @@ class SamplingRows:
     choice: Tensor  # [R + 1] int64
     counts: Tensor  # [R + 1, V] int32, chosen tokens, the root included
     prompt_seen: Tensor  # [R + 1, V] bool
+    bias_ids: Tensor  # [R + 1, 300] int64
+    bias_values: Tensor  # [R + 1, 300] float32, -0.0 where unused
+    banned_ids: Tensor  # [R + 1, 32] int64, -1 where unused
+    ban_until: Tensor  # [R + 1] int64
+    raw_logprobs: Tensor  # [R + 1] bool
 
     @staticmethod
     def zeros(rows: int, vocab_size: int, device: torch.device) -> SamplingRows:
@@ -83,6 +91,11 @@ class SamplingRows:
             real(), whole(), real(1.0), real(), real(), real(), real(1.0), whole(), whole(),
             torch.zeros(rows, vocab_size, dtype=torch.int32, device=device),
             torch.zeros(rows, vocab_size, dtype=torch.bool, device=device),
+            # Unused entries add nothing, each to a token of its own: many sums to one would queue up.
+            (torch.arange(MAX_BIASES, device=device) % vocab_size).repeat(rows, 1),
+            torch.full((rows, MAX_BIASES), -0.0, device=device),
+            torch.full((rows, MAX_BANNED), -1, dtype=torch.int64, device=device), whole(),
+            torch.zeros(rows, dtype=torch.bool, device=device),
         )  # fmt: skip
 
 
@@ -136,9 +149,9 @@ class RowState:
         self.chain_mask = _chain_mask(torch.arange(MAX_TREE_NODES, device=device))
         self.sampling = SamplingRows.zeros(rows, cfg.vocab_size, device)
 
-    def upload(self, values: Sequence[int]) -> Tensor:
-        """`values` as int64 on the device. To a GPU they go from pinned memory, so the host does not wait."""
-        tensor = torch.tensor(values, dtype=torch.int64)
+    def upload(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
+        """`values` on the device. To a GPU they go from pinned memory, so the host does not wait."""
+        tensor = torch.tensor(values, dtype=dtype)
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
@@ -151,10 +164,12 @@ class RowState:
         choice: int,
         prompt: Sequence[int],
         output: Sequence[int],
+        banned: Sequence[int] = (),
     ) -> None:
         """Start a row: sampling parameters, and counts of what a resumed request has already said.
 
         seed: 64 bits. choice: which of a request's answers this is; it separates their noise.
+        banned: token ids that `min_tokens` holds back, at most 32.
         """
         sampling = self.sampling
         sampling.temperature[row] = params.temperature
@@ -166,6 +181,8 @@ class RowState:
         sampling.repetition[row] = params.repetition_penalty
         sampling.seed[row] = seed
         sampling.choice[row] = choice
+        sampling.raw_logprobs[row] = params.raw_logprobs
+        self._set_bias(row, params, len(prompt), banned)
         self.n[row] = 0
         self.draft_len[row] = 0
         if params.needs_penalties:
@@ -175,6 +192,19 @@ class RowState:
             if output:
                 said = self.upload(output)
                 sampling.counts[row].scatter_add_(0, said, torch.ones_like(said, dtype=torch.int32))
+
+    def _set_bias(self, row: int, params: SamplingParams, prompt: int, banned: Sequence[int]) -> None:
+        """Biases and bans of a row; every row of a batch that has any is read, so all are written."""
+        sampling = self.sampling
+        sampling.bias_values[row] = -0.0
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias, strict=True)
+            sampling.bias_ids[row, : len(ids)] = self.upload(ids)
+            sampling.bias_values[row, : len(ids)] = self.upload(values, torch.float32)
+        sampling.banned_ids[row] = -1
+        if banned:
+            sampling.banned_ids[row, : len(banned)] = self.upload(banned)
+        sampling.ban_until[row] = prompt + params.min_tokens
 
     def set_pages(self, row: int, pages: Sequence[int], first: int = 0) -> None:
         """Write `pages[first:]` into the row's page table."""
@@ -189,33 +219,30 @@ class RowState:
             )
             self.cache[:, target] = self.cache[:, source]
 
-    def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Slots of token positions; rows [B], positions [B, M] -> [B, M] int64.
+    def slots(self, page_table: Tensor, positions: Tensor) -> Tensor:
+        """Slots of token positions; the rows' page_table [B, P], positions [B, M] -> [B, M] int64.
 
         Positions past the end of the page table (of padding, or of nodes that are not valid) give the slot
         of the last page; nothing is written there.
         """
-        page = (positions // self.page_size).clamp_(max=self.page_table.shape[1] - 1)
-        return self.page_table[rows].gather(1, page) * self.page_size + positions % self.page_size
+        page = (positions // self.page_size).clamp_(max=page_table.shape[1] - 1)
+        return page_table.gather(1, page) * self.page_size + positions % self.page_size
 
     def sampling_batch(self, batch: StepBatch) -> SamplingBatch:
         """Gather the rows' sampling parameters: those that the batch's flags call for, the rest empty."""
-        wanted = {
-            "temperature": batch.any_sampled, "seed": batch.any_sampled, "choice": batch.any_sampled,
-            "top_k": batch.any_filter, "top_p": batch.any_filter, "min_p": batch.any_filter,
-            "frequency": batch.any_penalty, "presence": batch.any_penalty, "repetition": batch.any_penalty,
-            "counts": batch.any_penalty, "prompt_seen": batch.any_penalty,
-        }  # fmt: skip
-        held = {name: getattr(self.sampling, name) for name in wanted}
-        gathered = {
-            name: held[name][batch.rows] if asked else held[name][:0] for name, asked in wanted.items()
+        flags = {
+            "any_sampled": ("temperature", "seed", "choice"),
+            "any_filter": ("top_k", "top_p", "min_p"),
+            "any_penalty": ("frequency", "presence", "repetition", "counts", "prompt_seen"),
+            "any_bias": ("bias_ids", "bias_values", "banned_ids", "ban_until"),
+            "any_logprobs": ("raw_logprobs",),
         }
-        return SamplingBatch(
-            **gathered,
-            any_sampled=batch.any_sampled,
-            any_filter=batch.any_filter,
-            any_penalty=batch.any_penalty,
-        )
+        gathered = {}
+        for flag, names in flags.items():
+            for name in names:
+                held = getattr(self.sampling, name)
+                gathered[name] = held[batch.rows] if getattr(batch, flag) else held[:0]
+        return SamplingBatch(**gathered, **{flag: getattr(batch, flag) for flag in flags})
 
 
 def _chain_mask(steps: Tensor) -> Tensor:

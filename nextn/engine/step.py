@@ -86,8 +86,8 @@ class Place:
     def behind(state: RowState, batch: StepBatch, n: Tensor, count: int) -> Place:
         """The `count` positions behind prefixes of n [B] tokens of `batch`'s rows."""
         positions = n.unsqueeze(1) + torch.arange(count, device=n.device)
-        page_table = state.page_table[batch.rows, : batch.pages]
-        return Place(n, page_table, positions, state.slots(batch.rows, positions))
+        page_table = state.page_table.index_select(0, batch.rows)
+        return Place(n, page_table[:, : batch.pages], positions, state.slots(page_table, positions))
 
     def first(self, count: int) -> Place:
         """Of the same rows, the first `count` positions only."""
@@ -166,7 +166,7 @@ def draft(
     nextn, k, n = models.nextn, spec.topk, place.n
     tail = state.tail[: batch.size, : max(k * (spec.num_steps - 1), 1)]
 
-    last = state.draft_state[batch.rows].unsqueeze(1)  # [B, 1, hidden], before shared_head.norm
+    last = state.draft_state.index_select(0, batch.rows).unsqueeze(1)  # [B, 1, hidden], before shared_head.norm
     states = States(last, nextn.final_norm(last))
     path = _no_path(sampling, batch.size)
     tokens, values = _children(models, states, sampling, path, noise[:, :1], k, options)

@@ -51,7 +51,7 @@ def _check_row(engine: Engine, entry: Running, post_norm: bool = True) -> None:
     assert int(state.n[entry.row]) == len(tokens) - 1 == int(state.draft_len[entry.row])
     assert int(state.root[entry.row]) == tokens[-1]
     positions = torch.arange(len(tokens) - 1).unsqueeze(0)
-    slots = state.slots(torch.tensor([entry.row]), positions)[0]
+    slots = state.slots(state.page_table[[entry.row]], positions)[0]
     cached = state.cache.flatten(1, 2)[:, slots]
     target, draft, logits = _fresh(engine, tokens, post_norm)
     assert_close(cached[:-1], target, "fp64", what="target latents")

@@ -130,7 +130,7 @@ def test_only_what_is_behind_changes() -> None:
     for name in ("draft_len", "draft_state"):
         assert_close(after[name][kept], before[name][kept], "bitwise", what=name)
     positions = torch.arange(120).unsqueeze(0)
-    kept_slots = state.slots(torch.tensor(kept), positions.expand(3, -1))
+    kept_slots = state.slots(state.page_table[kept], positions.expand(3, -1))
     flat = [copies["cache"][-1].flatten(0, 1)[kept_slots] for copies in (after, before)]
     assert_close(flat[0], flat[1], "bitwise", what="NextN latents")
     assert after["draft_len"][rows[1:3]].tolist() == after["n"][rows[1:3]].tolist()
@@ -162,7 +162,7 @@ def test_kernels_bring_up_what_their_twins_do(monkeypatch: pytest.MonkeyPatch) -
         assert state.cache[:, guard].isnan().all()
         assert state.draft_len[rows].tolist() == state.n[rows].tolist()
         positions = torch.arange(int(state.n[rows].max())).expand(len(rows), -1)
-        slots = state.slots(torch.tensor(rows), positions)
+        slots = state.slots(state.page_table[rows], positions)
         cached = state.cache[-1].flatten(0, 1)[slots][positions < state.n[rows].unsqueeze(1)]
         drafts.append((cached, state.draft_state[rows]))
     for kernels, twins, what in zip(*reversed(drafts), ("latents", "states"), strict=True):

@@ -27,7 +27,7 @@ def test_a_slot_is_the_page_of_a_position_and_its_offset(pages: list[int], page_
     state.set_pages(1, pages[:width])
     known = min(width, 8) * page_size
     positions = torch.arange(known + 5).unsqueeze(0)
-    slots = state.slots(torch.tensor([1]), positions)[0].tolist()
+    slots = state.slots(state.page_table[[1]], positions)[0].tolist()
     assert slots[:known] == [pages[p // page_size] * page_size + p % page_size for p in range(known)]
     assert all(0 <= slot < 8 * page_size for slot in slots)
 

@@ -275,7 +275,7 @@ def _draft_latents(engine: Engine, known: list[list[int]]) -> torch.Tensor:
     entries = []
     for entry, tokens in zip(engine.scheduler.running, known, strict=True):
         positions = torch.arange(len(tokens) - 1, device=state.device).unsqueeze(0)
-        slots = state.slots(torch.tensor([entry.row], device=state.device), positions)[0]
+        slots = state.slots(state.page_table[[entry.row]], positions)[0]
         entries.append(state.cache[-1].flatten(0, 1)[slots].float())
     return torch.cat(entries)
 
