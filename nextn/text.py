@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+SHOWN_MARKERS = frozenset(
+    {
+        *("<think>", "</think>", "<｜tool▁sep｜>"),
+        *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    }
+)
+"""Markers of reasoning and tool calls, which are text: who reads the answer tells its parts apart by them."""
+
+
 class Tokenizer:
     """A checkpoint's byte-level BPE tokenizer and chat template, read from local files only.
 
@@ -41,7 +50,9 @@ class Tokenizer:
         if not _is_byte_level(self._model.decoder):
             raise CheckpointError(f"{path}/tokenizer.json is not a byte-level BPE, the kind that nextn reads")
         self.special_ids: frozenset[int] = frozenset(
-            number for number, token in self._model.get_added_tokens_decoder().items() if token.special
+            number
+            for number, token in self._model.get_added_tokens_decoder().items()
+            if token.special and token.content not in SHOWN_MARKERS
         )
         self.bos_token_id: int | None = _token_id(self._fast.bos_token_id)
         adds_bos = settings.get("add_bos_token")
@@ -109,6 +120,14 @@ class Tokenizer:
             found = self._bytes[token] = self._spell(token)
         return found
 
+    def token_text(self, token: int) -> str:
+        """One token spelt for people, special ones by name; `bytes:\\xe4\\xb8` for a part of a character."""
+        spelt = self.token_bytes(token, skip_special_tokens=False)
+        try:
+            return spelt.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
+
     def _spell(self, token: int) -> bytes:
         """Undo the byte-level alphabet; a token with characters outside it stands for itself."""
         name = self._model.id_to_token(token) if 0 <= token < 2**32 else None
@@ -119,12 +138,23 @@ class Tokenizer:
             return bytes(self._to_byte[character] for character in name)
         return name.encode()
 
+    @property
+    def chat_template(self) -> str:
+        """The checkpoint's template, empty if it has none."""
+        return str(self._fast.chat_template or "")
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **chat_template_kwargs: Any) -> list[int]:
         """Tokens of `chat_text`, which holds its BOS already; raise RequestError as it does."""
         return self.encode(self.chat_text(messages, **chat_template_kwargs), add_special_tokens=False)
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], /, **chat_template_kwargs: Any) -> str:
-        """The prompt which the checkpoint's template makes of `messages` (role and content each).
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        /,
+        **chat_template_kwargs: Any,
+    ) -> str:
+        """The prompt which the checkpoint's template makes of `messages` (role and content each) and `tools`.
 
         The prompt ends where the assistant's answer begins. The template writes BOS itself. Raise
         RequestError if there is no template, or if the template refuses the messages or the arguments.
@@ -142,6 +172,7 @@ class Tokenizer:
         try:
             text = self._fast.apply_chat_template(
                 [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
                 tokenize=False,
                 add_generation_prompt=True,
                 **chat_template_kwargs,
@@ -167,9 +198,13 @@ class Detokenizer:
         self.stopped: str | None = None
         """The stop string that ended the text; what stood before it has been returned."""
 
-    def push(self, token_id: int) -> str:
-        """Take the next token; return the text that it makes safe to show (often empty)."""
-        return self._advance(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
+    def push(self, token_id: int, *, may_stop: bool = True) -> str:
+        """Take the next token; return the text that it makes safe to show (often empty).
+
+        A stop string that this token completes is text like any other unless `may_stop`. One that it begins
+        is held back all the same, since a later token may complete it.
+        """
+        return self._advance(self._utf8.decode(self._tokenizer.token_bytes(token_id)), may_stop)
 
     def flush(self) -> str:
         """Return the rest of the text, for an output that ended without a stop string."""
@@ -177,7 +212,7 @@ class Detokenizer:
         rest, self._held = self._held, ""
         return shown + rest
 
-    def _advance(self, text: str) -> str:
+    def _advance(self, text: str, may_stop: bool = True) -> str:
         if self.stopped is not None:
             return ""
         if not self._finders:
@@ -185,9 +220,11 @@ class Detokenizer:
         seen = self._held + text
         for end, character in enumerate(text, start=len(self._held) + 1):
             complete = [finder for finder in self._finders if finder.feed(character)]
-            if complete:
+            if complete and may_stop:
                 self.stopped, self._held = complete[0].text, ""
                 return seen[: end - len(complete[0].text)]
+            for finder in complete:
+                finder.pass_over()
         keep = len(seen) - max(finder.matched for finder in self._finders)
         self._held = seen[keep:]
         return seen[:keep]
@@ -209,6 +246,10 @@ class _StopFinder:
         """Whether `character` completes the string."""
         self.matched = self._step(self.matched, character)
         return self.matched == len(self.text)
+
+    def pass_over(self) -> None:
+        """Go on behind a complete string; its end may begin the next one."""
+        self.matched = self._fallback[-1]
 
     def _step(self, matched: int, character: str) -> int:
         while matched and self.text[matched] != character:

@@ -33,7 +33,11 @@ if not HAS_CUDA:
         triton_interp.install()
 
 # A GPU machine may hold the engine alone: without the server's packages its tests are left out, and said so.
-MISSING = [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None]
+MISSING = [
+    name
+    for name in ("fastapi", "uvicorn", "openai", "prometheus_client")
+    if importlib.util.find_spec(name) is None
+]
 collect_ignore = ["server", "test_flags.py"] if MISSING else []
 
 torch.set_num_threads(1)

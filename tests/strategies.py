@@ -76,6 +76,9 @@ class Knobs:
     repetition: float = 1.0
     seed: int = 0
     choice: int = 0
+    bias: tuple[tuple[int, float], ...] = ()
+    banned: tuple[int, ...] = ()
+    ban_until: int = 0
 
     @property
     def filters(self) -> bool:
@@ -85,11 +88,26 @@ class Knobs:
     def penalties(self) -> bool:
         return bool(self.frequency or self.presence) or self.repetition != 1
 
+    @property
+    def biases(self) -> bool:
+        return bool(self.bias) or bool(self.banned)
+
+
+BIASES, BANNED = 4, 3
+"""Entries for biased and for banned tokens a row; the engine has more."""
+
 
 def sampling_batch(
-    rows: Sequence[Knobs], vocab: int, counts: Tensor | None = None, prompt_seen: Tensor | None = None
+    rows: Sequence[Knobs],
+    vocab: int,
+    counts: Tensor | None = None,
+    prompt_seen: Tensor | None = None,
+    grammar: Tensor | None = None,
 ) -> SamplingBatch:
     """A batch with the flags that its rows need; without `counts` [B, V] nothing was written yet."""
+    ids = [[token for token, _ in row.bias] for row in rows]
+    values = [[value for _, value in row.bias] for row in rows]
+    banned = [[*row.banned, *[-1] * (BANNED - len(row.banned))] for row in rows]
     columns = {
         name: torch.tensor([getattr(row, name) for row in rows], dtype=dtype)
         for name, dtype in (
@@ -105,6 +123,13 @@ def sampling_batch(
         any_sampled=any(row.temperature > 0 for row in rows),
         any_filter=any(row.filters for row in rows),
         any_penalty=any(row.penalties for row in rows),
+        any_bias=any(row.biases for row in rows),
+        bias_ids=torch.tensor([[*own, *[vocab - 1] * (BIASES - len(own))] for own in ids]),
+        bias_values=torch.tensor([[*own, *[-0.0] * (BIASES - len(own))] for own in values]),
+        banned_ids=torch.tensor(banned),
+        ban_until=torch.tensor([row.ban_until for row in rows]),
+        raw_logprobs=torch.zeros(len(rows), dtype=torch.bool),
+        grammar=grammar,
     )
 
 
@@ -119,8 +144,14 @@ knobs = st.builds(
     repetition=st.sampled_from((1.0, 1.0, 1.3, 0.6)),
     seed=st.integers(-(2**63), 2**63 - 1),
     choice=st.integers(0, 7),
+    bias=st.sampled_from(((), (), ((0, 2.5),), ((0, -100.0), (1, 0.75)), ((0, 100.0), (1, -0.4)))),
+    banned=st.sampled_from(((), (), (0,), (1, 0))),
+    ban_until=st.integers(0, 3),
 )
 """Rows whose cuts fall between any sums of probabilities that `LOGITS` gives, so that no rounding decides."""
+
+WORDS = st.sampled_from((-1, -1, 0b10, 0b111, -2, 0))
+"""Grammar masks of six tokens at most: all, one, three, all but the first, none."""
 
 LOGITS = (0.0, 0.5, 0.5, 1.0, -1.0, -2.5, 3.0, 40.0, -math.inf, math.nan)
 """Logits that tie often; NaN counts as -inf."""
@@ -136,17 +167,19 @@ class SamplingCase:
     prompt_seen: Tensor
     path_tokens: Tensor
     path_valid: Tensor
+    positions: Tensor  # [B, M]
+    grammar: Tensor | None  # [B, M, 1]
 
     @property
     def batch(self) -> SamplingBatch:
-        return sampling_batch(self.rows, self.logits.shape[-1], self.counts, self.prompt_seen)
+        return sampling_batch(self.rows, self.logits.shape[-1], self.counts, self.prompt_seen, self.grammar)
 
 
 @st.composite
 def sampling_cases(draw: st.DrawFn) -> SamplingCase:
     """Small batches of every mixture of rows; unused path entries hold arbitrary numbers."""
     rows = draw(st.lists(knobs, min_size=1, max_size=3))
-    nodes, vocab, length = draw(st.integers(1, 2)), draw(st.integers(1, 6)), draw(st.integers(0, 3))
+    nodes, vocab, length = draw(st.integers(1, 2)), draw(st.integers(2, 6)), draw(st.integers(0, 3))
     b = len(rows)
 
     def tensor(elements: st.SearchStrategy[object], *shape: int, dtype: torch.dtype) -> Tensor:
@@ -162,4 +195,6 @@ def sampling_cases(draw: st.DrawFn) -> SamplingCase:
         prompt_seen=tensor(st.booleans(), b, vocab, dtype=torch.bool),
         path_tokens=torch.where(valid, tokens, 10**9),
         path_valid=valid,
+        positions=tensor(st.integers(0, 3), b, nodes, dtype=torch.int64),
+        grammar=draw(st.none() | st.builds(lambda: tensor(WORDS, b, nodes, 1, dtype=torch.int32))),
     )

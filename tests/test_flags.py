@@ -31,7 +31,15 @@ ENGINE_FLAGS = {
     "--spec",
     "--topk",
 }
-SERVER_FLAGS = {"--api-key", "--host", "--log-level", "--port", "--served-model-name"}
+SERVER_FLAGS = {
+    "--api-key",
+    "--api-key-file",
+    "--cors-origin",
+    "--host",
+    "--log-level",
+    "--port",
+    "--served-model-name",
+}
 
 
 def _flags(parser: argparse.ArgumentParser) -> set[str]:

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nextn.errors import CheckpointError, RequestError
-from nextn.text import Detokenizer, Tokenizer
+from nextn.text import SHOWN_MARKERS, Detokenizer, Tokenizer
 from tests.server.byte_bpe import ASSISTANT, BOS, EOS, PAD, USER, write_tokenizer
 
 
@@ -277,3 +277,55 @@ def test_a_tokenizer_that_is_not_byte_level_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(CheckpointError, match="byte-level"):
         Tokenizer(tmp_path)
+
+
+@given(st.data())
+def test_stop_strings_count_only_from_the_token_that_may_stop(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
+    """The definition: of all ends of a stop string, the first that such a token completes."""
+    text = data.draw(st.lists(st.sampled_from(["a", "aa", "ab", "é", "b"]), max_size=12).map("".join))
+    stop = tuple(data.draw(st.lists(st.sampled_from(["a", "aa", "aba", "bé"]), max_size=2, unique=True)))
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    first = data.draw(st.integers(0, len(tokens) + 1))
+    detokenizer, shown = Detokenizer(tokenizer, stop), ""
+    for index, token in enumerate(tokens):
+        shown += detokenizer.push(token, may_stop=index >= first)
+    shown += detokenizer.flush()
+    free = len(b"".join(map(tokenizer.token_bytes, tokens[:first])).decode(errors="ignore"))
+    ends = [
+        (end, max((s for s in stop if text[:end].endswith(s)), key=len))
+        for end in range(free + 1, len(text) + 1)
+        if any(text[:end].endswith(s) for s in stop)
+    ]
+    expected = text[: ends[0][0] - len(ends[0][1])] if ends else text
+    assert shown == expected
+    assert (detokenizer.stopped is not None) == bool(ends)
+
+
+def test_tokens_are_spelt_for_people(tokenizer: Tokenizer) -> None:
+    single = _byte_tokens(tokenizer)
+    assert tokenizer.token_text(single[ord("a")]) == "a"
+    assert tokenizer.token_text(single[0xE4]) == "bytes:\\xe4"
+    assert tokenizer.token_text(1) == EOS
+    assert tokenizer.token_text(10**6) == ""
+
+
+@pytest.mark.parametrize("marker", sorted(SHOWN_MARKERS))
+def test_markers_of_reasoning_and_calls_are_text_even_if_they_are_special(
+    tmp_path: Path, marker: str
+) -> None:
+    """Whoever reads the answer tells its parts apart by them."""
+    write_tokenizer(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    known = [token for token in content["added_tokens"] if token["content"] == marker]
+    if known:
+        known[0]["special"] = True
+    else:
+        number = max(token["id"] for token in content["added_tokens"]) + 1
+        content["added_tokens"].append(content["added_tokens"][0] | {"id": number, "content": marker})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    tokenizer = Tokenizer(tmp_path)
+    tokens = tokenizer.encode(f"a{marker}b", add_special_tokens=False)
+    assert len(tokens) == 3
+    assert tokenizer.decode(tokens) == f"a{marker}b"

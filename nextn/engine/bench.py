@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,14 +49,22 @@ FIXED_TOKEN = 100
 class BatchRun:
     """One batch of equal requests driven by hand, so that each cycle can be timed and simulated.
 
-    `measure` may be called several times, with other shapes; the rows go on from where they are.
+    `measure` may be called several times, with other shapes; the rows go on from where they are. `options`
+    are further fields of `SamplingParams`.
     """
 
     def __init__(
-        self, engine: Engine, prompts: Sequence[Sequence[int]], output_len: int, temperature: float
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        output_len: int,
+        temperature: float,
+        **options: Any,
     ) -> None:
         self.engine = engine
-        params = SamplingParams(max_tokens=output_len, temperature=temperature, seed=0, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=output_len, temperature=temperature, seed=0, ignore_eos=True, **options
+        )
         for index, prompt in enumerate(prompts):
             engine.validate(list(prompt), params)
             engine.scheduler.add(Request(f"bench-{index}", list(prompt), params))
@@ -152,11 +161,11 @@ class BatchRun:
                 if entry not in known:
                     worker.start_row(entry, seed=len(known))
                     known.add(entry)
-            tokens = iter(worker.prefill(batch.chunks))
+            tokens = iter(worker.prefill(batch.chunks).tokens)
             for chunk in batch.chunks:
                 chunk.entry.length += chunk.length
                 if chunk.is_last:
-                    chunk.entry.request.output_tokens.append(next(tokens))
+                    chunk.entry.request.output_tokens.extend(next(tokens))
         if scheduler.waiting:
             raise ConfigError("the batch does not fit the cache; raise --num-pages or --mem-fraction")
         self.entries = tuple(scheduler.running)

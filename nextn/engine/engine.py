@@ -12,8 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nextn.config import EngineConfig, ModelConfig, SpecConfig
+from nextn.engine.grammar import CompiledGrammar, Grammars, Vocabulary
 from nextn.engine.pages import PagePool
-from nextn.engine.request import FinishReason, Output, Request, SamplingParams
+from nextn.engine.request import (
+    MAX_BANNED,
+    FinishReason,
+    Output,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
 from nextn.engine.scheduler import PrefillBatch, Running, Scheduler
 from nextn.engine.stats import Stats
 from nextn.engine.worker import Launched, Worker
@@ -31,6 +39,8 @@ class _Stream:
     request: Request
     seed: int
     detokenizer: Detokenizer | None
+    grammar: CompiledGrammar | None = None
+    cached_tokens: int = 0  # prompt tokens that it took from another's pages when it first started
 
 
 class Engine:
@@ -42,6 +52,7 @@ class Engine:
 
     spec: the tree's shape of the next decode step, or None for plain decoding; it may change between steps.
     tokenizer: None with dummy weights, which come without tokenizer files; outputs then carry no text.
+    grammars: compiles what a request's text must match; None where there is no tokenizer.
     """
 
     def __init__(
@@ -50,6 +61,11 @@ class Engine:
         self.worker = worker
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
+        vocab = worker.models.cfg.vocab_size
+        ends = frozenset(token for token in eos_token_ids if token < vocab)
+        self.grammars = (
+            Grammars(lambda: Vocabulary.of(tokenizer, vocab, ends)) if tokenizer is not None else None
+        )
         self.counters = Stats()
         self.pool = PagePool(worker.num_pages, config.page_size)
         self.scheduler = Scheduler(
@@ -116,16 +132,66 @@ class Engine:
             )
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, which this model lacks", "stop")
+        biased = max((token for token, _ in params.logit_bias), default=0)
+        if biased >= vocab:
+            raise RequestError(f"logit_bias names token {biased}, outside 0..{vocab - 1}", "logit_bias")
+        if len(banned := self._banned(params)) > MAX_BANNED:
+            raise RequestError(
+                f"min_tokens can hold back {MAX_BANNED} token ids at most, EOS included, not {len(banned)}; "
+                f"name fewer stop_token_ids",
+                "stop_token_ids",
+            )
+        self._compile(params)
+
+    def _compile(self, params: SamplingParams) -> CompiledGrammar | None:
+        """The request's grammar; raises `RequestError` for one that cannot be followed to its end."""
+        if params.grammar is None:
+            return None
+        if self.grammars is None:
+            raise RequestError("structured output needs a tokenizer, which this model lacks", "grammar")
+        if not self.eos_token_ids:
+            raise RequestError(
+                "structured output needs an end-of-sequence token, which this model lacks", "grammar"
+            )
+        if params.ignore_eos:
+            raise RequestError(
+                "ignore_eos and a grammar exclude each other: EOS ends what the grammar is", "ignore_eos"
+            )
+        if params.min_tokens:
+            raise RequestError(
+                "min_tokens and a grammar exclude each other: the grammar says when to end", "min_tokens"
+            )
+        return self.grammars.compile(params.grammar)
+
+    def _banned(self, params: SamplingParams) -> list[int]:
+        """Token ids that must not come before `min_tokens`: those that would end the request."""
+        if params.min_tokens == 0:
+            return []
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids)
+        return sorted(token for token in ends if 0 <= token < self.worker.models.cfg.vocab_size)
 
     def add(self, request: Request) -> None:
         """Queue a request; raises `RequestError` and keeps nothing of it when it cannot run."""
         if request.request_id in self._streams:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
         self.validate(request.prompt_tokens, request.params)
+        self._check_group(request)
         seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
         detokenizer = Detokenizer(self.tokenizer, request.params.stop) if self.tokenizer else None
-        self._streams[request.request_id] = _Stream(request, seed, detokenizer)
+        grammar = self._compile(request.params)  # from the cache
+        self._streams[request.request_id] = _Stream(request, seed, detokenizer, grammar)
         self.scheduler.add(request)
+
+    def _check_group(self, request: Request) -> None:
+        """Raise `RequestError` unless the request's prompt is that of its group's open requests."""
+        if request.group is None:
+            return
+        members = (s.request for s in self._streams.values() if s.request.group == request.group)
+        member = next(members, request)  # any will do: they were compared when they came
+        if member.prompt_tokens != request.prompt_tokens:
+            raise RequestError(
+                f"group {request.group!r} has another prompt; the requests of a group share one", "group"
+            )
 
     def abort(self, request_id: str) -> None:
         """End a request; its final output comes with the next step. Unknown or ended ids are ignored."""
@@ -145,7 +211,7 @@ class Engine:
         outputs, self._pending = self._pending, []
         flying, self._flying = self._flying, None
         if flying is not None:
-            following = self.scheduler.next_ahead()
+            following = None if self._awaits_tokens() else self.scheduler.next_ahead()
             if following is not None:
                 self._flying = self.worker.launch(following.entries, self._spec)
             outputs += self._land(flying)
@@ -157,7 +223,9 @@ class Engine:
             return outputs
         for entry in self.scheduler.running:
             if entry not in before:
-                self.worker.start_row(entry, self._streams[entry.request.request_id].seed)
+                stream = self._streams[entry.request.request_id]
+                matcher = stream.grammar.matcher() if stream.grammar else None
+                self.worker.start_row(entry, stream.seed, self._banned(entry.request.params), matcher)
         if isinstance(batch, PrefillBatch):
             return outputs + self._prefill(batch)
         started = self.worker.launch(batch.entries, self._spec)
@@ -165,6 +233,10 @@ class Engine:
             self._flying = started
             return outputs
         return outputs + self._land(started)
+
+    def _awaits_tokens(self) -> bool:
+        """Whether the next step needs the tokens of the one under way: a grammar's masks do."""
+        return any(entry.request.params.grammar is not None for entry in self.scheduler.running)
 
     def stats(self) -> dict[str, float]:
         """A snapshot for logs and metrics."""
@@ -187,7 +259,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless pages and open requests add up."""
-        self.pool.check_integrity([entry.pages for entry in self.scheduler.running])
+        self.scheduler.check_integrity()
         known = [r.request_id for r in self.scheduler.waiting]
         known += [entry.request.request_id for entry in self.scheduler.running]
         assert sorted(known) == sorted(self._streams), "open requests and the scheduler's disagree"
@@ -200,38 +272,44 @@ class Engine:
         self._flying = None
 
     def _prefill(self, batch: PrefillBatch) -> list[Output]:
-        tokens = iter(self.worker.prefill(batch.chunks))
+        emitted = self.worker.prefill(batch.chunks)
+        brought = zip(emitted.tokens, emitted.logprobs, strict=True)
         outputs = []
         for chunk in batch.chunks:
             chunk.entry.length = chunk.start + chunk.length
             self.counters.prompt_tokens += chunk.length
             if chunk.is_last:
-                outputs.append(self._deliver(chunk.entry, [next(tokens)]))
+                if not chunk.entry.request.output_tokens:
+                    self._streams[chunk.entry.request.request_id].cached_tokens = chunk.entry.cached
+                outputs.append(self._deliver(chunk.entry, *next(brought)))
         return outputs
 
     def _land(self, flying: Launched) -> list[Output]:
         """Wait for a decode step and deliver its tokens to the requests that are still open."""
         emitted = flying.wait()
         outputs = []
-        for entry, tokens in zip(flying.entries, emitted.tokens, strict=True):
+        rows = zip(flying.entries, emitted.tokens, emitted.logprobs, strict=True)
+        for entry, tokens, logprobs in rows:
             if not entry.pages:  # ended, aborted or preempted meanwhile
                 continue
             entry.length += len(tokens)
-            output = self._deliver(entry, tokens)
+            output = self._deliver(entry, tokens, logprobs)
             if flying.drafted and output.token_ids:
                 self.counters.acceptance.record(len(output.token_ids), emitted.drafted)
                 entry.request.acceptance.record(len(output.token_ids), emitted.drafted)
             outputs.append(output)
         return outputs
 
-    def _deliver(self, entry: Running, tokens: list[int]) -> Output:
+    def _deliver(self, entry: Running, tokens: list[int], logprobs: tuple[TokenLogprobs, ...]) -> Output:
         """Append emitted tokens one by one until the request ends; the rest of the run is dropped."""
         request = entry.request
         stream = self._streams[request.request_id]
+        prompt_logprobs = self._prompt_logprobs(request)
         text = ""
         for count, token in enumerate(tokens, start=1):
             if token == NO_TOKEN:
-                return self._fail(entry, text, tuple(tokens[: count - 1]))
+                output = self._fail(entry, text, tuple(tokens[: count - 1]))
+                return replace(output, logprobs=logprobs[: count - 1], prompt_logprobs=prompt_logprobs)
             request.output_tokens.append(token)
             piece, reason, stop_reason = self._take(stream, token)
             text += piece
@@ -240,17 +318,29 @@ class Engine:
                 self.scheduler.finish(entry)
                 self.counters.finished += 1
                 self.counters.generated_tokens += count
-                return _output(stream, text, tuple(tokens[:count]), reason, stop_reason)
+                output = _output(stream, text, tuple(tokens[:count]), reason, stop_reason)
+                return replace(output, logprobs=logprobs[:count], prompt_logprobs=prompt_logprobs)
         self.counters.generated_tokens += len(tokens)
-        return _output(stream, text, tuple(tokens), None, None)
+        output = _output(stream, text, tuple(tokens), None, None)
+        return replace(output, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    def _prompt_logprobs(self, request: Request) -> tuple[TokenLogprobs | None, ...] | None:
+        """What goes with a request's first output, if it asks for them."""
+        if request.output_tokens or request.params.prompt_logprobs is None:
+            return None
+        return tuple(request.prompt_logprobs) or (None,)
 
     def _fail(self, entry: Running, text: str, tokens: tuple[int, ...]) -> Output:
-        """End a request for which the model computed no finite logit."""
+        """End a request without a next token: no finite logit, or none that its grammar allows."""
+        reason = self.worker.why_nothing_follows(entry)
         stream = self._streams.pop(entry.request.request_id)
         self.scheduler.finish(entry)
         self.counters.generated_tokens += len(tokens)
-        logger.error("request %s: the model computed no finite logit", entry.request.request_id)
-        error = "the model computed no finite logit; its weights or its arithmetic are damaged"
+        if reason is None:
+            logger.error("request %s: the model computed no finite logit", entry.request.request_id)
+            error = "the model computed no finite logit; its weights or its arithmetic are damaged"
+        else:
+            error = f"the grammar allows no further token: {reason}"
         return replace(_output(stream, text, tokens, "error", None), error=error)
 
     def _take(self, stream: _Stream, token: int) -> tuple[str, FinishReason | None, str | int | None]:
@@ -259,7 +349,8 @@ class Engine:
         if (token in self.eos_token_ids and not params.ignore_eos) or token in params.stop_token_ids:
             # A stop token is no text; what the detokenizer held back is.
             return detokenizer.flush() if detokenizer else "", "stop", token
-        text = detokenizer.push(token) if detokenizer else ""
+        may_stop = len(stream.request.output_tokens) >= params.min_tokens
+        text = detokenizer.push(token, may_stop=may_stop) if detokenizer else ""
         if detokenizer and detokenizer.stopped is not None:
             return text, "stop", detokenizer.stopped
         if len(stream.request.output_tokens) >= params.max_tokens:
@@ -284,4 +375,5 @@ def _output(
         finish_reason=reason,
         stop_reason=stop_reason,
         acceptance=request.acceptance,
+        cached_tokens=stream.cached_tokens,
     )

@@ -4,6 +4,9 @@ A bucket's batch is padded with the scratch row, which is not live: its tokens r
 nowhere. A graph reads which rows it advances from buffers of its own, so that the same graph serves any rows.
 All graphs share one memory pool: only one runs at a time, and nothing in it outlives a replay but the
 results, which are copied to the host's pinned memory right behind the graph.
+
+A step with grammars is three graphs, because masks depend on the draft's tree: while the second, the target's
+forward pass, runs, the host makes the masks that the third one needs.
 """
 
 from __future__ import annotations
@@ -18,13 +21,30 @@ import torch
 from torch import Tensor
 
 from nextn.config import SpecConfig
+from nextn.engine.grammar import mask_words
 from nextn.engine.phases import PhaseClock
 from nextn.engine.state import RING, RowState, StepBatch
-from nextn.engine.step import Mark, Simulation, StepOptions, catch_up, no_mark, plain_step, spec_step
+from nextn.engine.step import (
+    Mark,
+    Simulation,
+    StepOptions,
+    accept_part,
+    catch_up,
+    draft_part,
+    no_mark,
+    pack,
+    plain_step,
+    spec_step,
+    verify_part,
+)
 from nextn.models.weights import Models
-from nextn.tree.accept import Accepted
+from nextn.tree.tree import DraftTree
 
 logger = logging.getLogger(__name__)
+
+NodeMasks = Callable[[Tensor], Tensor]
+"""From the trees of a step, tokens and parents [2, B, D] int64, to which tokens may follow each node, [R, D,
+words] int32, of the first R <= B rows. Both lie on the host; on a GPU machine in pinned memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +60,9 @@ class Shape:
     any_sampled: bool = False
     any_filter: bool = False
     any_penalty: bool = False
+    any_bias: bool = False
+    any_logprobs: bool = False
+    any_grammar: bool = False
     simulated: bool = False
     fixed_token: int | None = None
     catches_up: bool = False
@@ -54,12 +77,38 @@ class Shape:
     def __str__(self) -> str:
         if self.catches_up:
             return "catch-up"
-        names = [name for name in ("sampled", "filter", "penalty") if getattr(self, f"any_{name}")]
+        kinds = ("sampled", "filter", "penalty", "bias", "logprobs", "grammar")
+        names = [name for name in kinds if getattr(self, f"any_{name}")]
         return " ".join([str(self.spec or "plain"), *names, *(["simulated"] if self.simulated else [])])
 
 
 CATCH_UP = Shape(None, catches_up=True)
 """`catch_up` as a step: the same graph whatever the rows sample, and however far each draft is behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A tensor on its way to the host."""
+
+    _copy: Tensor
+    _done: torch.cuda.Event | None
+
+    @staticmethod
+    def start(source: Tensor) -> HostCopy:
+        """Copy what `source` holds when the device comes here, without waiting."""
+        if not source.is_cuda:
+            return HostCopy(source, None)
+        copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        copy.copy_(source, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return HostCopy(copy, done)
+
+    def wait(self) -> Tensor:
+        """The copy, once it has come."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._copy
 
 
 def run_step(
@@ -70,14 +119,22 @@ def run_step(
     options: StepOptions,
     lengths: Tensor | None = None,
     mark: Mark = no_mark,
+    masks: NodeMasks | None = None,
 ) -> Tensor:
     """One step; [B, 1 + W] int64: how many tokens each row emitted, and which (W = 0 for `CATCH_UP`).
 
-    lengths [1] int64 on the device: the length to accept, for a simulated shape.
+    With `any_logprobs` their log-probabilities follow, see `pack`.
+
+    lengths [1] int64 on the device: the length to accept, for a simulated shape. masks: of all rows, called
+    while the device verifies, for a shape with grammars.
     """
     if shape.catches_up:
         catch_up(models, state, batch)
         return batch.rows.new_zeros(batch.size, 1)
+    if shape.any_grammar:
+        assert not shape.simulated, "simulated tokens follow no grammar"
+        assert masks is not None, "a step with grammars needs masks"
+        return _masked_step(models, state, batch, shape, options, mark, masks)
     simulation = None
     if shape.simulated:
         assert lengths is not None, "a simulated step needs lengths"
@@ -89,9 +146,29 @@ def run_step(
     return pack(accepted)
 
 
-def pack(accepted: Accepted) -> Tensor:
-    """Lengths and tokens in one tensor, so that one copy brings them to the host.  # [B, 1 + W] int64"""
-    return torch.cat((accepted.length.unsqueeze(1), accepted.tokens), dim=1)
+def _masked_step(
+    models: Models,
+    state: RowState,
+    batch: StepBatch,
+    shape: Shape,
+    options: StepOptions,
+    mark: Mark,
+    masks: NodeMasks,
+) -> Tensor:
+    """A step in parts, launched op by op; the host makes the masks while the device verifies."""
+    cycle = draft_part(models, state, batch, shape.spec, options)
+    trees = HostCopy.start(_pack_trees(cycle.tree))
+    if shape.spec is not None:
+        mark("draft")
+    states, logits = verify_part(models, state, batch, cycle)
+    mark("verify")
+    grammar = masks(trees.wait()).to(state.device, non_blocking=True)
+    return pack(accept_part(models, state, batch, cycle, states, logits, options, grammar=grammar, mark=mark))
+
+
+def _pack_trees(tree: DraftTree) -> Tensor:
+    """Tokens and parents in one tensor, so that one copy brings them to the host.  # [2, B, D] int64"""
+    return torch.stack((tree.tokens, tree.parents))
 
 
 def buckets(max_rows: int) -> tuple[int, ...]:
@@ -104,9 +181,27 @@ def buckets(max_rows: int) -> tuple[int, ...]:
     return (*sizes, max_rows)
 
 
+@dataclass(frozen=True, slots=True)
+class _MaskedParts:
+    """What follows the draft's graph in a step with grammars.
+
+    trees [2, B, D]: what the draft leaves for the host. masks [B, D, words] int32: what the host leaves for
+    `accept`. kept: tensors in the graphs' memory that one part hands to another.
+    """
+
+    trees: Tensor
+    verify: torch.cuda.CUDAGraph
+    masks: Tensor
+    accept: torch.cuda.CUDAGraph
+    kept: list[Any]
+
+
 @dataclass(slots=True)
 class _Captured:
-    """A graph, the buffers it reads and the one it writes; `rows_now` is what the buffers hold."""
+    """A graph, the buffers it reads and the one it writes; `rows_now` is what the buffers hold.
+
+    parts: with grammars `graph` is the draft alone, and these follow.
+    """
 
     graph: torch.cuda.CUDAGraph
     batch: StepBatch
@@ -114,6 +209,7 @@ class _Captured:
     result: Tensor
     clock: PhaseClock
     rows_now: tuple[int, ...]
+    parts: _MaskedParts | None = None
 
 
 class StepGraphs:
@@ -148,12 +244,19 @@ class StepGraphs:
         )
 
     def run(
-        self, rows: Sequence[int], shape: Shape, length: int | None = None, *, timed: bool = False
+        self,
+        rows: Sequence[int],
+        shape: Shape,
+        length: int | None = None,
+        *,
+        timed: bool = False,
+        masks: NodeMasks | None = None,
     ) -> tuple[Tensor, PhaseClock]:
         """Start one step of `rows`; its result buffer [B, 1 + W], valid until the next run, and its clock.
 
         length: of a simulated shape. The first len(rows) rows of the result are theirs. timed: run a graph
-        with marks between its phases, which cost a little; the clock has nothing to say otherwise.
+        with marks between its phases, which cost a little; the clock has nothing to say otherwise. masks: of
+        a shape with grammars; then this returns once they are made, in most cases before the step has run.
         """
         bucket = next(size for size in self._buckets if size >= len(rows))
         captured = self._get(bucket, shape, timed)
@@ -167,6 +270,12 @@ class StepGraphs:
         if length is not None:
             captured.lengths.fill_(length)
         captured.graph.replay()
+        if captured.parts is not None:
+            assert masks is not None, "a step with grammars needs masks"
+            trees = HostCopy.start(captured.parts.trees)
+            captured.parts.verify.replay()
+            captured.parts.masks[: len(rows)].copy_(masks(trees.wait()), non_blocking=True)
+            captured.parts.accept.replay()
         return captured.result, captured.clock
 
     def _get(self, bucket: int, shape: Shape, timed: bool = False) -> _Captured:
@@ -185,10 +294,15 @@ class StepGraphs:
             any_sampled=shape.any_sampled,
             any_filter=shape.any_filter,
             any_penalty=shape.any_penalty,
+            any_bias=shape.any_bias,
+            any_logprobs=shape.any_logprobs,
+            any_grammar=shape.any_grammar,
         )
         lengths = torch.ones(1, dtype=torch.int64, device=state.device)
 
         clock = PhaseClock(state.device, captured=True)
+        if shape.any_grammar:
+            return self._capture_parts(batch, shape, lengths, clock, timed)
 
         def step() -> Tensor:
             return run_step(self._models, state, batch, shape, self._options, lengths)
@@ -200,6 +314,51 @@ class StepGraphs:
 
         graph, result = record(timed_step if timed else step, self._stream, self._pool)
         return _Captured(graph, batch, lengths, result, clock, ())
+
+    def _capture_parts(
+        self, batch: StepBatch, shape: Shape, lengths: Tensor, clock: PhaseClock, timed: bool
+    ) -> _Captured:
+        """Record the three parts of a step with grammars; each runs on what the part before has left."""
+        assert not shape.simulated, "simulated tokens follow no grammar"
+        models, state, options = self._models, self._state, self._options
+        mark = clock.mark if timed else no_mark
+        words = mask_words(models.cfg.vocab_size)
+        masks = torch.full((batch.size, shape.nodes, words), -1, dtype=torch.int32, device=state.device)
+        kept: list[Any] = [None, None]
+
+        def draft() -> Tensor:
+            if timed:
+                clock.clear()
+                clock.mark("start")
+            kept[0] = draft_part(models, state, batch, shape.spec, options)
+            trees = _pack_trees(kept[0].tree)
+            if shape.spec is not None:
+                mark("draft")
+            return trees
+
+        drafted = 1 if shape.spec is None else 2  # marks before verification
+
+        def verify() -> Tensor:
+            clock.clear(keep=drafted)
+            kept[1] = verify_part(models, state, batch, kept[0])
+            mark("verify")
+            logits: Tensor = kept[1][1]
+            return logits
+
+        def accept() -> Tensor:
+            clock.clear(keep=drafted + 1)
+            states, logits = kept[1]
+            return pack(
+                accept_part(models, state, batch, kept[0], states, logits, options, grammar=masks, mark=mark)
+            )
+
+        draft_graph, trees = record(draft, self._stream, self._pool)
+        draft_graph.replay()  # capturing computes nothing, and the next part is run before it is captured
+        verify_graph, _ = record(verify, self._stream, self._pool)
+        verify_graph.replay()
+        accept_graph, result = record(accept, self._stream, self._pool)
+        parts = _MaskedParts(trees, verify_graph, masks, accept_graph, kept)
+        return _Captured(draft_graph, batch, lengths, result, clock, (), parts)
 
 
 def record(

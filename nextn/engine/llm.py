@@ -9,7 +9,7 @@ from typing import Any
 
 from nextn.config import EngineConfig
 from nextn.engine.engine import Engine
-from nextn.engine.request import FinishReason, Request, SamplingParams
+from nextn.engine.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from nextn.engine.stats import Acceptance
 from nextn.errors import ConfigError, RequestError
 from nextn.text import Tokenizer
@@ -19,13 +19,15 @@ Prompt = str | Sequence[int]
 
 @dataclass(slots=True)
 class Completion:
-    """The whole answer to one prompt."""
+    """The whole answer to one prompt; log-probabilities, one a token, where they were asked for."""
 
     prompt_tokens: list[int]
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class LLM:
@@ -68,6 +70,9 @@ class LLM:
                 completion = completions[int(output.request_id)]
                 completion.token_ids += output.token_ids
                 completion.text += output.text
+                completion.logprobs += output.logprobs
+                if output.prompt_logprobs is not None:
+                    completion.prompt_logprobs = list(output.prompt_logprobs)
                 completion.acceptance = output.acceptance
                 completion.finish_reason = output.finish_reason or completion.finish_reason
 

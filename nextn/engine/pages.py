@@ -1,7 +1,8 @@
 """Host-side accounting of cache pages: who holds which page, how often, and what is free.
 
 A page is `page_size` consecutive slots in every layer, target and NextN alike. Pages are counted, so that
-requests can share a prefix; a page held more than once must be copied before it is written.
+requests can share a prefix: one of them fills a page held more than once, from then on it is only read, or
+copied before it is written.
 """
 
 from __future__ import annotations
@@ -72,7 +73,12 @@ class PagePool:
         return copies
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raise `AssertionError` unless the held pages are exactly those of `tables` and the rest is free."""
+        """Raise `AssertionError` unless the held pages are exactly those of `tables` and the rest is free.
+
+        Several tables may name a page, each of them once.
+        """
+        tables = [tuple(table) for table in tables]
+        assert all(len(set(table)) == len(table) for table in tables), "a table names a page twice"
         held = Counter(page for table in tables for page in table)
         assert len(set(self._free)) == len(self._free), "a page is free twice"
         for page in range(self.num_pages):

@@ -27,9 +27,9 @@ class PhaseClock:
         else:
             self._marks.append((phase, time.perf_counter()))
 
-    def clear(self) -> None:
-        """Forget the marks so far."""
-        self._marks.clear()
+    def clear(self, keep: int = 0) -> None:
+        """Forget all marks but the first `keep`: what is recorded runs once before it is."""
+        del self._marks[keep:]
 
     def milliseconds(self) -> dict[str, float]:
         """Duration of each phase of the last run; waits for its end."""

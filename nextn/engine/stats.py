@@ -38,11 +38,15 @@ class Acceptance:
         """Mean tokens a cycle, bonus included; 0 before the first cycle."""
         return self.emitted / self.cycles if self.cycles else 0.0
 
+    @property
+    def accepted_by_position(self) -> list[int]:
+        """How many cycles accepted their draft token of depth d, for d = 1, 2, ..."""
+        deepest = max(self.by_length, default=1)
+        return [sum(c for length, c in self.by_length.items() if length > d) for d in range(1, deepest)]
+
     def by_depth(self) -> list[float]:
         """Share of cycles that accepted at least d draft tokens, for d = 1, 2, ..."""
-        deepest = max(self.by_length, default=1)
-        counts = [sum(c for length, c in self.by_length.items() if length > d) for d in range(1, deepest)]
-        return [count / self.cycles for count in counts]
+        return [count / self.cycles for count in self.accepted_by_position]
 
 
 @dataclass(slots=True)

@@ -3,6 +3,10 @@
 `draft`, `verify` and `accept` write step buffers and scratch slots only; `commit` alone changes rows, pages
 and caches, so nothing is ever undone. Inside a decode step nothing is read back to the host. A row whose
 model computes no finite logit emits NO_TOKEN, on which the engine ends it; a row stores real tokens only.
+So does a row whose grammar allows nothing, but only where that node is on the accepted path.
+
+A decode step has three parts, `draft_part`, `verify_part` and `accept_part`. Between the first and the last
+the host can compute what depends on the tree: the grammar's masks. Else they run as one.
 
 Legend: B rows, D tree nodes, k beam width, S levels, W = min(S, D-1)+1 tokens a cycle at most, V vocabulary.
 """
@@ -17,9 +21,14 @@ from torch import Tensor
 
 from nextn.config import SpecConfig
 from nextn.engine.state import RING, RowState, StepBatch
-from nextn.kernels.ops import best_children, compact, level_noise, pick_tokens
+from nextn.kernels.ops import best_children, chosen_logprobs, compact, level_noise, pick_tokens
 from nextn.kernels.ref.dtypes import accumulation_dtype
-from nextn.kernels.ref.sampling import SamplingBatch
+from nextn.kernels.ref.sampling import (
+    SamplingBatch,
+    for_nodes,
+    raw_logprobs,
+    token_logprobs,
+)
 from nextn.models.deepseek import States
 from nextn.models.inputs import DraftInput, PrefillInput, TreeInput
 from nextn.models.weights import Models
@@ -29,6 +38,9 @@ from nextn.tree.accept import Accepted
 from nextn.tree.tree import DraftTree
 
 Mark = Callable[[str], None]
+
+LOGIT_SLICE = 128
+"""Prompt positions whose logits are held at once; each has a vocabulary of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,8 @@ class PrefillWork:
 
     next_tokens: [T] token t_{i+1} of each position; undefined where `last` points, which is sampled here.
     last: [F] offsets into T. last_rows: StepBatch of the F rows. rows: [R]. lengths: [R] n after the step.
+    scored: [P] offsets into T of the positions whose next prompt token's log-probability is asked for; None
+    where nobody asks. grammar: [F, 1, ceil(V / 32)] int32, with `any_grammar`: the first tokens allowed.
     """
 
     inputs: PrefillInput
@@ -71,6 +85,17 @@ class PrefillWork:
     ends: Tensor  # [R] offset into T of each request's last token here
     last: Tensor
     last_rows: StepBatch
+    scored: Tensor | None = None
+    grammar: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What a prefill step brings: the F first tokens, and log-probabilities where they are asked for."""
+
+    tokens: Tensor  # [F] int64
+    logprobs: Tensor | None  # [F, 1 + 20] int64, see `pack_logprobs`
+    prompt_logprobs: Tensor | None  # [P, 1 + 20] int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +119,46 @@ class Place:
         return replace(self, positions=self.positions[:, :count], slots=self.slots[:, :count])
 
 
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """What the parts of one decode step hand on; spec None is plain decoding, a tree of the root alone."""
+
+    spec: SpecConfig | None
+    place: Place
+    sampling: SamplingBatch
+    noise: Tensor  # [B, levels, V or 1]
+    tree: DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class Emission(Accepted):
+    """What a cycle accepts, and its tokens' log-probabilities where a row asks for them."""
+
+    logprobs: Tensor | None = None  # [B, W, 1 + 20] int64, see `pack_logprobs`
+
+
+def pack_logprobs(values: Tensor, ids: Tensor) -> Tensor:
+    """One int64 for each pair: float32 values [...] in the low word, ids [...] in the high one."""
+    return torch.stack((values.view(torch.int32), ids.int()), dim=-1).view(torch.int64).squeeze(-1)
+
+
+def unpack_logprobs(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """`pack_logprobs` undone: values float32 and ids int32, both [...]."""
+    words = packed.contiguous().unsqueeze(-1).view(torch.int32)  # [..., 2]
+    return words[..., 0].contiguous().view(torch.float32), words[..., 1]
+
+
+def pack(emission: Emission) -> Tensor:
+    """Lengths, tokens and log-probabilities in one tensor, so that one copy brings them to the host.
+
+    [B, 1 + W] int64, or [B, 1 + W + 21 W] with log-probabilities.
+    """
+    parts = [emission.length.unsqueeze(1), emission.tokens]
+    if emission.logprobs is not None:
+        parts.append(emission.logprobs.flatten(1))
+    return torch.cat(parts, dim=1)
+
+
 def no_mark(_phase: str) -> None:
     """The default `mark`: nobody is timing."""
 
@@ -107,20 +172,11 @@ def spec_step(
     *,
     simulation: Simulation | None = None,
     mark: Mark = no_mark,
-) -> Accepted:
+) -> Emission:
     """One speculative cycle for every row of `batch`; needs draft_len == n in each (see `catch_up`)."""
-    place = Place.behind(state, batch, state.n[batch.rows], spec.draft_tokens)
-    sampling = state.sampling_batch(batch)
-    noise = _noise(models, sampling, place.n + 1, spec.num_steps + 1, state.cache.dtype)
-    tree = draft(models, state, batch, place, sampling, noise, spec, options)
+    cycle = draft_part(models, state, batch, spec, options)
     mark("draft")
-    states, logits = verify(models, state, batch, place, tree)
-    mark("verify")
-    accepted = accept(sampling, tree, logits, noise, spec.width, simulation)
-    mark("accept")
-    commit(models, state, batch, place, accepted, states, options)
-    mark("extend")
-    return accepted
+    return _verify_and_accept(models, state, batch, cycle, options, simulation, mark)
 
 
 def plain_step(
@@ -131,20 +187,80 @@ def plain_step(
     *,
     simulation: Simulation | None = None,
     mark: Mark = no_mark,
-) -> Accepted:
+) -> Emission:
     """One token for every row: a tree of the root alone. The draft falls behind; `catch_up` repairs that."""
-    place = Place.behind(state, batch, state.n[batch.rows], 1)
-    sampling = state.sampling_batch(batch)
-    noise = _noise(models, sampling, place.n + 1, 1, state.cache.dtype)
-    tree = DraftTree.plain(state.root[batch.rows])
-    states, logits = verify(models, state, batch, place, tree)
+    cycle = draft_part(models, state, batch, None, options)
+    return _verify_and_accept(models, state, batch, cycle, options, simulation, mark)
+
+
+def _verify_and_accept(
+    models: Models,
+    state: RowState,
+    batch: StepBatch,
+    cycle: Cycle,
+    options: StepOptions,
+    simulation: Simulation | None,
+    mark: Mark,
+) -> Emission:
+    states, logits = verify_part(models, state, batch, cycle)
     mark("verify")
-    accepted = accept(sampling, tree, logits, noise, 1, simulation)
+    return accept_part(models, state, batch, cycle, states, logits, options, simulation=simulation, mark=mark)
+
+
+def draft_part(
+    models: Models, state: RowState, batch: StepBatch, spec: SpecConfig | None, options: StepOptions
+) -> Cycle:
+    """The first part of a decode step: where the rows stand, their noise, and the tree to verify.
+
+    The host may read `Cycle.tree` (tokens, parents, depth) meanwhile; this part changes no row and no page.
+    """
+    nodes, levels = (spec.draft_tokens, spec.num_steps + 1) if spec else (1, 1)
+    place = Place.behind(state, batch, state.n[batch.rows], nodes)
+    sampling = state.sampling_batch(batch)
+    noise = _noise(models, sampling, place.n + 1, levels, state.cache.dtype)
+    if spec is None:
+        tree = DraftTree.plain(state.root[batch.rows])
+    else:
+        tree = draft(models, state, batch, place, sampling, noise, spec, options)
+    return Cycle(spec, place, sampling, noise, tree)
+
+
+def verify_part(models: Models, state: RowState, batch: StepBatch, cycle: Cycle) -> tuple[States, Tensor]:
+    """The second part: the target's states [B, D, hidden] and logits [B, D, V]; needs no masks."""
+    return verify(models, state, batch, cycle.place, cycle.tree)
+
+
+def accept_part(
+    models: Models,
+    state: RowState,
+    batch: StepBatch,
+    cycle: Cycle,
+    states: States,
+    logits: Tensor,
+    options: StepOptions,
+    *,
+    grammar: Tensor | None = None,
+    simulation: Simulation | None = None,
+    mark: Mark = no_mark,
+) -> Emission:
+    """The last part: choose, accept and make it permanent.
+
+    grammar: [B, D, ceil(V / 32)] int32 with `any_grammar`, which tokens may follow each node; all ones in
+    rows without a grammar. What it holds for nodes that the grammar itself rules out does not matter, for
+    none of them is on the accepted path.
+    """
+    assert batch.any_grammar == (grammar is not None), "a batch with grammars needs its nodes' masks"
+    width = cycle.spec.width if cycle.spec else 1
+    sampling = cycle.sampling if grammar is None else replace(cycle.sampling, grammar=grammar)
+    emission = accept(sampling, cycle.tree, logits, cycle.noise, cycle.place.n, width, simulation)
     mark("accept")
-    _remember(models, state, batch, place.n, accepted, states, options)
-    _advance(state, batch, accepted)
+    if cycle.spec is None:
+        _remember(models, state, batch, cycle.place.n, emission, states, options)
+        _advance(state, batch, emission)
+    else:
+        commit(models, state, batch, cycle.place, emission, states, options)
     mark("extend")
-    return accepted
+    return emission
 
 
 def draft(
@@ -166,10 +282,13 @@ def draft(
     nextn, k, n = models.nextn, spec.topk, place.n
     tail = state.tail[: batch.size, : max(k * (spec.num_steps - 1), 1)]
 
-    last = state.draft_state.index_select(0, batch.rows).unsqueeze(1)  # [B, 1, hidden], before shared_head.norm
+    last = state.draft_state.index_select(0, batch.rows).unsqueeze(
+        1
+    )  # [B, 1, hidden], before shared_head.norm
     states = States(last, nextn.final_norm(last))
     path = _no_path(sampling, batch.size)
-    tokens, values = _children(models, states, sampling, path, noise[:, :1], k, options)
+    positions = _level_positions(sampling, n, 1, 1)
+    tokens, values = _children(models, states, sampling, path, positions, noise[:, :1], k, options)
     growth = grow.start(tokens[:, 0], values[:, 0], spec)
     while growth.level < spec.num_steps:
         beam = growth.beam()
@@ -186,7 +305,8 @@ def draft(
         states = nextn.decode(inputs, recycled, state.cache)  # [B, k, hidden]
         path = (beam.path_tokens, beam.path_valid) if sampling.any_penalty else None
         own_noise = noise[:, beam.level : beam.level + 1]
-        growth.extend(*_children(models, states, sampling, path, own_noise, k, options))
+        positions = _level_positions(sampling, n, beam.level + 1, k)
+        growth.extend(*_children(models, states, sampling, path, positions, own_noise, k, options))
     return growth.rerank(state.root[batch.rows])
 
 
@@ -195,17 +315,24 @@ def _children(
     states: States,
     sampling: SamplingBatch,
     path: tuple[Tensor, Tensor] | None,
+    positions: Tensor | None,
     noise: Tensor,
     k: int,
     options: StepOptions,
 ) -> tuple[Tensor, Tensor]:
     """The k best next tokens of each draft node and their values, both [B, M, k].
 
-    states [B, M, hidden]; path: tokens and validity [B, M, L], for penalties; noise [B, 1, V or 1] of the
-    position chosen for.
+    states [B, M, hidden]; path: tokens and validity [B, M, L], for penalties; positions [B, M] chosen for,
+    for bans; noise [B, 1, V or 1] of that position.
     """
     logits = models.target.logits(states.normed)
-    return best_children(logits, sampling, noise if options.coupled else None, k, options.tau, path)
+    own_noise = noise if options.coupled else None
+    return best_children(logits, sampling, own_noise, k, options.tau, path, positions)
+
+
+def _level_positions(sampling: SamplingBatch, n: Tensor, level: int, nodes: int) -> Tensor | None:
+    """The position of a level's tokens, [B, nodes]; None where nobody asks."""
+    return (n + level).unsqueeze(1).expand(-1, nodes) if sampling.any_bias else None
 
 
 def verify(
@@ -230,19 +357,49 @@ def accept(
     tree: DraftTree,
     logits: Tensor,
     noise: Tensor,
+    n: Tensor,
     width: int,
     simulation: Simulation | None,
-) -> Accepted:
-    """Choose every node's next token with the noise of its position, then walk the tree along the choices."""
+) -> Emission:
+    """Choose every node's next token with the noise of its position, then walk the tree along the choices.
+
+    n [B]: the rows' lengths, behind which a node of depth d chooses the token of position n + 1 + d.
+    """
     path = tree.path_tokens() if sampling.any_penalty else None
-    target_tokens = pick_tokens(logits, sampling, noise, tree.depth, path)
+    positions = (n + 1).unsqueeze(1) + tree.depth if sampling.any_bias else None
+    target_tokens = pick_tokens(logits, sampling, noise, tree.depth, path, positions)
     if simulation is None:
-        return tree_accept.accept(tree, target_tokens, width)
-    lengths = simulation.lengths.expand(tree.tokens.shape[0])
-    accepted = tree_accept.simulated(tree, lengths, target_tokens, width)
-    if simulation.fixed_token is None:
-        return accepted
-    return replace(accepted, tokens=torch.full_like(accepted.tokens, simulation.fixed_token))
+        accepted = tree_accept.accept(tree, target_tokens, width)
+    else:
+        lengths = simulation.lengths.expand(tree.tokens.shape[0])
+        accepted = tree_accept.simulated(tree, lengths, target_tokens, width)
+        if simulation.fixed_token is not None:
+            accepted = replace(accepted, tokens=torch.full_like(accepted.tokens, simulation.fixed_token))
+    logprobs = (
+        _emitted_logprobs(sampling, logits, accepted, path, positions) if sampling.any_logprobs else None
+    )
+    return Emission(accepted.path, accepted.length, accepted.tokens, logprobs)
+
+
+def _emitted_logprobs(
+    sampling: SamplingBatch,
+    logits: Tensor,
+    accepted: Accepted,
+    path: tuple[Tensor, Tensor] | None,
+    positions: Tensor | None,
+) -> Tensor:
+    """Packed log-probabilities [B, W, 1 + 20] of what the accepted nodes emit; of these nodes only."""
+    nodes = accepted.path  # [B, W]
+
+    def at(each: Tensor) -> Tensor:
+        """Of each[B, D, ...], the accepted nodes' part."""
+        index = nodes.view(*nodes.shape, *[1] * (each.dim() - 2)).expand(-1, -1, *each.shape[2:])
+        return each.gather(1, index)
+
+    own_path = None if path is None else (at(path[0]), at(path[1]))
+    own_positions = None if positions is None else at(positions)
+    own = for_nodes(sampling, nodes)
+    return pack_logprobs(*chosen_logprobs(at(logits), own, accepted.tokens, own_path, own_positions))
 
 
 def commit(
@@ -320,19 +477,26 @@ def _extend_draft(
     return models.nextn.decode(inputs, states, state.cache).hidden
 
 
-def prefill_step(models: Models, state: RowState, plan: PrefillWork, options: StepOptions) -> Tensor:
-    """Prefill chunks of R requests; returns the first token of the F that end here, [F] int64.
+def prefill_step(models: Models, state: RowState, plan: PrefillWork, options: StepOptions) -> Prefilled:
+    """Prefill chunks of R requests; brings the first token of the F that end here.
 
     The NextN cache is extended over the same tokens: at a chunk's edge it reads the real next prompt token,
     at the prompt's end the token that was just sampled.
     """
+    batch, ending = plan.last_rows, plan.last.shape[0]
+    assert batch.any_grammar == (plan.grammar is not None), "a batch with grammars needs its masks"
     states = models.target.prefill(plan.inputs, state.cache)  # [T, hidden]
-    sampling = state.sampling_batch(plan.last_rows)
+    sampling = replace(state.sampling_batch(batch), grammar=plan.grammar)
     logits = models.target.logits(states.normed[plan.last]).unsqueeze(1)  # [F, 1, V]
     first = plan.inputs.positions[plan.last] + 1
     noise = _noise(models, sampling, first, 1, state.cache.dtype)
     level = torch.zeros_like(plan.last).unsqueeze(1)  # [F, 1]
-    tokens = pick_tokens(logits, sampling, noise, level, _no_path(sampling, plan.last.shape[0])).squeeze(1)
+    path, positions = _no_path(sampling, ending), first.unsqueeze(1)
+    tokens = pick_tokens(logits, sampling, noise, level, path, positions)
+    logprobs = None
+    if sampling.any_logprobs:
+        logprobs = pack_logprobs(*chosen_logprobs(logits, sampling, tokens, path, positions)).squeeze(1)
+    tokens = tokens.squeeze(1)
 
     if models.nextn is not None:
         next_tokens = plan.next_tokens.index_copy(0, plan.last, tokens.clamp(min=0))
@@ -343,7 +507,21 @@ def prefill_step(models: Models, state: RowState, plan: PrefillWork, options: St
     state.n[plan.rows] = plan.lengths
     state.root[plan.last_rows.rows] = tokens.clamp(min=0)
     _count(state, plan.last_rows, tokens.unsqueeze(1), torch.ones_like(tokens, dtype=torch.bool).unsqueeze(1))
-    return tokens
+    return Prefilled(tokens, logprobs, _prompt_logprobs(models, states.normed, plan))
+
+
+def _prompt_logprobs(models: Models, normed: Tensor, plan: PrefillWork) -> Tensor | None:
+    """Packed log-probabilities [P, 1 + 20] of the prompt tokens behind the `scored` positions, raw.
+
+    normed [T, hidden]. A slice of positions at a time: logits of a whole prompt would fill the memory.
+    """
+    if plan.scored is None:
+        return None
+    parts = []
+    for places in plan.scored.split(LOGIT_SLICE):
+        logp = raw_logprobs(models.target.logits(normed[places]))
+        parts.append(pack_logprobs(*token_logprobs(logp, plan.next_tokens[places])))
+    return torch.cat(parts)
 
 
 def _noise(models: Models, sampling: SamplingBatch, first: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
@@ -397,8 +575,9 @@ def _advance(state: RowState, batch: StepBatch, accepted: Accepted) -> None:
 def _count(state: RowState, batch: StepBatch, tokens: Tensor, valid: Tensor) -> None:
     """Add emitted tokens [B, W] to the rows' penalty counts."""
     if batch.any_penalty:
-        where = (batch.rows.unsqueeze(1).expand_as(tokens), tokens.clamp(min=0))
-        state.sampling.counts.index_put_(where, valid.to(torch.int32), accumulate=True)
+        counts = state.sampling.counts
+        where = batch.rows.unsqueeze(1) * counts.shape[1] + tokens.clamp(min=0)
+        counts.view(-1).scatter_add_(0, where.flatten(), valid.to(torch.int32).flatten())
 
 
 def _take(states: Tensor, nodes: Tensor) -> Tensor:

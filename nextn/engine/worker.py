@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -17,16 +19,18 @@ import torch
 from torch import Tensor
 
 from nextn.config import EngineConfig, ModelConfig, SpecConfig
-from nextn.engine.graphs import CATCH_UP, Shape, StepGraphs, run_step
+from nextn.engine.grammar import Matcher, mask_words, run_together
+from nextn.engine.graphs import CATCH_UP, NodeMasks, Shape, StepGraphs, run_step
 from nextn.engine.memory import plan_memory
 from nextn.engine.phases import PhaseClock
-from nextn.engine.request import SamplingParams
+from nextn.engine.request import SamplingParams, TokenLogprobs
 from nextn.engine.scheduler import Chunk, Running
 from nextn.engine.state import RING, RowState, StepBatch
-from nextn.engine.step import PrefillWork, StepOptions, no_mark, prefill_step
+from nextn.engine.step import PrefillWork, StepOptions, no_mark, prefill_step, unpack_logprobs
 from nextn.errors import CapacityError, ConfigError
 from nextn.kernels.ops import has_kernels
 from nextn.kernels.ref.router import MAX_EXPERTS
+from nextn.kernels.ref.sampling import MAX_LOGPROBS
 from nextn.models.inputs import PrefillInput
 from nextn.models.weights import Models, build_models
 
@@ -41,10 +45,14 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """Tokens that a step brought for each row, and how many draft tokens it verified."""
+    """Tokens that a step brought for each row, and how many draft tokens it verified.
+
+    logprobs: one a token in rows that ask for them, none in others.
+    """
 
     tokens: list[list[int]]
     drafted: int
+    logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +65,10 @@ class SimulatedLength:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A decode step of `entries` under way: its result [B, 1 + W] on its way to the host.
+    """A decode step of `entries` under way: its result on its way to the host (see `step.pack`).
 
-    Until `wait` each entry counts as W tokens ahead of what the host knows.
+    width: W, the most tokens that the step brings a row. Until `wait` each entry counts as W tokens ahead of
+    what the host knows.
     """
 
     entries: tuple[Running, ...]
@@ -67,9 +76,12 @@ class Launched:
     copied: torch.cuda.Event | None
     drafted: int
     clock: PhaseClock
+    width: int
 
     @staticmethod
-    def start(entries: tuple[Running, ...], result: Tensor, drafted: int, clock: PhaseClock) -> Launched:
+    def start(
+        entries: tuple[Running, ...], result: Tensor, drafted: int, clock: PhaseClock, width: int
+    ) -> Launched:
         """Send the entries' rows, the first of a step's result, to the host, without waiting for it."""
         host, copied = result, None
         if result.is_cuda:
@@ -77,15 +89,10 @@ class Launched:
             host.copy_(result[: len(entries)], non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        launched = Launched(entries, host, copied, drafted, clock)
+        launched = Launched(entries, host, copied, drafted, clock, width)
         for entry in entries:
             entry.ahead += launched.width
         return launched
-
-    @property
-    def width(self) -> int:
-        """W, the most tokens that the step brings a row."""
-        return self.result.shape[1] - 1
 
     def wait(self) -> Emitted:
         """The step's tokens; waits until it has run. To be called once."""
@@ -93,7 +100,10 @@ class Launched:
             self.copied.synchronize()
         for entry in self.entries:
             entry.ahead -= self.width
-        return Emitted([row[1 : 1 + row[0]] for row in self.result.tolist()], self.drafted)
+        head, tail = self.result[:, : 1 + self.width], self.result[:, 1 + self.width :]
+        tokens = [row[1 : 1 + row[0]] for row in head.tolist()]
+        params = [entry.request.params for entry in self.entries]
+        return Emitted(tokens, self.drafted, read_logprobs(tail, tokens, params))
 
 
 class Worker:
@@ -109,6 +119,9 @@ class Worker:
         self._lag = [0] * (state.scratch_row + 1)
         # How many of each row's pages the device's page table holds.
         self._pages = [0] * (state.scratch_row + 1)
+        # Where each row stands in its grammar, and masks on their way to the device, by nodes of a tree.
+        self._matchers: list[Matcher | None] = [None] * (state.scratch_row + 1)
+        self._masks: dict[int, Tensor] = {}
 
     @staticmethod
     def build(model_dir: Path, cfg: ModelConfig, config: EngineConfig) -> Worker:
@@ -170,13 +183,60 @@ class Worker:
         return self.models.nextn is not None
 
     @torch.inference_mode()
-    def start_row(self, entry: Running, seed: int) -> None:
-        """Prepare the row of an admitted request."""
+    def start_row(
+        self, entry: Running, seed: int, banned: Sequence[int] = (), matcher: Matcher | None = None
+    ) -> None:
+        """Prepare the row of an admitted request.
+
+        banned: the token ids that its min_tokens holds back. matcher: of its grammar, at the start.
+        """
         request = entry.request
-        self.state.set_row(entry.row, request.params, seed, 0, request.prompt_tokens, request.output_tokens)
+        prompt, output = request.prompt_tokens, request.output_tokens
+        self.state.set_row(entry.row, request.params, seed, request.choice, prompt, output, banned)
         self.state.set_pages(entry.row, entry.pages)
         self._pages[entry.row] = len(entry.pages)
         self._lag[entry.row] = 0
+        self._matchers[entry.row] = matcher
+
+    def why_nothing_follows(self, entry: Running) -> str | None:
+        """Why a running request's grammar allows no token behind its output, if that is so."""
+        matcher = self._matchers[entry.row]
+        if matcher is None:
+            return None
+        matcher.advance(entry.request.output_tokens)
+        return matcher.check()
+
+    def _node_masks(self, entries: Sequence[Running], trees: Tensor) -> Tensor:
+        """Which tokens may follow each node, [R, D, words] int32 on the host, all ones without a grammar.
+
+        trees [2, B, D] int64: tokens and parents, of the R entries first. The result is valid until the next
+        call, so the step must have taken it by then: steps with grammars do not run ahead.
+        """
+        tokens, parents = trees.tolist()
+        nodes = trees.shape[2]
+        if nodes not in self._masks:
+            shape = (self.state.scratch_row, nodes, mask_words(self.models.cfg.vocab_size))
+            pinned = self.state.device.type == "cuda"
+            with torch.inference_mode(False):  # other threads write it
+                self._masks[nodes] = torch.empty(shape, dtype=torch.int32, pin_memory=pinned)
+        masks = self._masks[nodes][: len(entries)]
+        jobs = []
+        for index, entry in enumerate(entries):
+            matcher = self._matchers[entry.row]
+            if matcher is None:
+                masks[index] = -1
+            else:
+                matcher.advance(entry.request.output_tokens)
+                jobs.append(partial(matcher.fill, tokens[index], parents[index], masks[index]))
+        run_together(jobs)
+        return masks
+
+    def _first_masks(self, entries: Sequence[Running]) -> Tensor | None:
+        """Masks of the tokens that follow a prefill, [F, 1, words] on the device; None without a grammar."""
+        if all(entry.request.params.grammar is None for entry in entries):
+            return None
+        roots = torch.tensor([0, -1]).view(2, 1, 1).expand(-1, len(entries), -1)
+        return self._node_masks(entries, roots).to(self.state.device, non_blocking=True)
 
     def _set_pages(self, entry: Running) -> None:
         """Tell the device about pages that a row gained since it was last told."""
@@ -184,10 +244,29 @@ class Worker:
         self._pages[entry.row] = len(entry.pages)
 
     @torch.inference_mode()
-    def prefill(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Run one prefill step; returns the first token of each chunk that `is_last`, in order."""
-        tokens: list[int] = prefill_step(self.models, self.state, self._plan(chunks), self.options).tolist()
-        return tokens
+    def prefill(self, chunks: Sequence[Chunk]) -> Emitted:
+        """Run one prefill step; brings the first token of each chunk that `is_last`, in order.
+
+        Log-probabilities of prompt tokens go to their requests.
+        """
+        scored = [scored_positions(chunk) for chunk in chunks]
+        done = prefill_step(self.models, self.state, self._plan(chunks, scored), self.options)
+        if done.prompt_logprobs is not None:
+            self._keep_prompt_logprobs(chunks, scored, done.prompt_logprobs.cpu())
+        params = [chunk.entry.request.params for chunk in chunks if chunk.is_last]
+        tokens = [[token] for token in done.tokens.tolist()]
+        packed = done.tokens.new_zeros(len(tokens), 0) if done.logprobs is None else done.logprobs
+        return Emitted(tokens, 0, read_logprobs(packed.cpu(), tokens, params))
+
+    def _keep_prompt_logprobs(self, chunks: Sequence[Chunk], scored: Sequence[range], packed: Tensor) -> None:
+        """Append to each request what the step found of its prompt; packed [P, 1 + 20]."""
+        parts = packed.split([len(places) for places in scored])
+        for chunk, places, part in zip(chunks, scored, parts, strict=True):
+            request = chunk.entry.request
+            if places:
+                tokens = request.prompt_tokens[places.start + 1 : places.stop + 1]
+                request.prompt_logprobs = request.prompt_logprobs or [None]
+                request.prompt_logprobs += token_logprobs(part, tokens, request.params.prompt_logprobs or 0)
 
     @torch.inference_mode()
     def launch(
@@ -213,8 +292,10 @@ class Worker:
             self._set_pages(entry)
         self._keep_draft(entries, spec, eager=eager)
         length = simulation.length if simulation else None
-        result, clock = self._run(entries, shape, length, timed=timed, eager=eager)
-        return Launched.start(entries, result, spec.draft_tokens - 1 if spec else 0, clock)
+        masks = partial(self._node_masks, entries) if shape.any_grammar else None
+        result, clock = self._run(entries, shape, length, timed=timed, eager=eager, masks=masks)
+        drafted, width = (spec.draft_tokens - 1, spec.width) if spec else (0, 1)
+        return Launched.start(entries, result, drafted, clock, width)
 
     def _run(
         self,
@@ -224,15 +305,17 @@ class Worker:
         *,
         timed: bool = False,
         eager: bool = False,
+        masks: NodeMasks | None = None,
     ) -> tuple[Tensor, PhaseClock]:
         """Start a step of `entries`, by its graph where there are graphs; for the flags see `launch`."""
         if self.graphs is not None and not eager:
-            return self.graphs.run([entry.row for entry in entries], shape, length, timed=timed)
+            rows = [entry.row for entry in entries]
+            return self.graphs.run(rows, shape, length, timed=timed, masks=masks)
         lengths = None if length is None else self.state.upload([length])
         batch, clock = self._batch(entries), PhaseClock(self.state.device)
         clock.mark("start")
         mark = clock.mark if timed else no_mark
-        return run_step(self.models, self.state, batch, shape, self.options, lengths, mark), clock
+        return run_step(self.models, self.state, batch, shape, self.options, lengths, mark, masks), clock
 
     def capture(self, spec: SpecConfig | None, max_rows: int) -> None:
         """Record the steps that will be needed: plain and of shape `spec`, greedy and sampled.
@@ -274,8 +357,8 @@ class Worker:
             **sampling_flags(params),
         )
 
-    def _plan(self, chunks: Sequence[Chunk]) -> PrefillWork:
-        """Lay the chunks end to end."""
+    def _plan(self, chunks: Sequence[Chunk], scored: Sequence[range]) -> PrefillWork:
+        """Lay the chunks end to end; scored: of each, the positions whose next token is to be rated."""
         whole = self.state.upload
         tokens: list[int] = []
         next_tokens: list[int] = []
@@ -291,6 +374,11 @@ class Worker:
         offsets = (0, *accumulate(chunk.length for chunk in chunks))
         ends = [offset - 1 for offset in offsets[1:]]
         final = [(chunk, end) for chunk, end in zip(chunks, ends, strict=True) if chunk.is_last]
+        places = [
+            offset + place - chunk.start
+            for chunk, offset, own in zip(chunks, offsets, scored, strict=False)
+            for place in own
+        ]
         rows = [chunk.entry.row for chunk in chunks]
         width = max(1, *(-(-(chunk.start + chunk.length) // self.state.page_size) for chunk in chunks))
 
@@ -313,6 +401,8 @@ class Worker:
                 [chunk.entry.request.params for chunk, _ in final],
                 width,
             ),
+            scored=whole(places) if places else None,
+            grammar=self._first_masks([chunk.entry for chunk, _ in final]),
         )
 
     def _slots(self, entry: Running, start: int, stop: int) -> list[int]:
@@ -326,7 +416,49 @@ def sampling_flags(params: Sequence[SamplingParams]) -> dict[str, bool]:
         "any_sampled": any(p.temperature > 0 for p in params),
         "any_filter": any(p.needs_filters for p in params),
         "any_penalty": any(p.needs_penalties for p in params),
+        "any_bias": any(p.needs_bias for p in params),
+        "any_logprobs": any(p.logprobs is not None for p in params),
+        "any_grammar": any(p.grammar is not None for p in params),
     }
+
+
+def scored_positions(chunk: Chunk) -> range:
+    """Positions of a chunk whose next token is one of the prompt and still lacks a log-probability.
+
+    Empty unless the request asks. What a preempted request had before it started again is not redone.
+    """
+    request = chunk.entry.request
+    if request.params.prompt_logprobs is None:
+        return range(0)
+    first = max(chunk.start, len(request.prompt_logprobs) - 1)
+    return range(first, min(chunk.start + chunk.length, len(request.prompt_tokens) - 1))
+
+
+def read_logprobs(
+    packed: Tensor, tokens: Sequence[list[int]], params: Sequence[SamplingParams]
+) -> list[tuple[TokenLogprobs, ...]]:
+    """The log-probabilities of rows' emitted tokens, none in rows that do not ask.
+
+    packed [B, 21 W] int64 on the host, of the rows of `tokens` and `params`; empty where no row asks.
+    """
+    found: list[tuple[TokenLogprobs, ...]] = []
+    for row, (own, asked) in enumerate(zip(tokens, params, strict=True)):
+        part = packed[row].view(-1, 1 + MAX_LOGPROBS)[: len(own)] if asked.logprobs is not None else None
+        found.append(() if part is None else tuple(token_logprobs(part, own, asked.logprobs or 0)))
+    return found
+
+
+def token_logprobs(packed: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """packed [n, 1 + 20] int64 on the host, the n tokens, and how many alternatives to list at most."""
+    values, ids = (each.tolist() for each in unpack_logprobs(packed))
+    return [
+        TokenLogprobs(
+            token,
+            own[0],
+            tuple((i, v) for i, v in zip(names[1 : 1 + top], own[1 : 1 + top], strict=True) if v > -math.inf),
+        )
+        for token, own, names in zip(tokens, values, ids, strict=True)
+    ]
 
 
 def leave_a_core_free() -> None:

@@ -1,7 +1,8 @@
 """Where each op runs: as a Triton kernel or as its plain-torch twin.
 
 The layers' ops are kernels for bfloat16 on a GPU; what is chosen from logits, trees and compaction for any
-dtype there, but for filters, penalties and more than 64 children a node. Everything else runs the twin.
+dtype there, but for more than 64 children a node. What adjusts logits (filters, penalties, biases, grammars)
+is a kernel up to 32 bits and a vocabulary of 16384. Everything else runs the twin.
 
 Triton is imported at the first call that needs it, so a CPU installation does without. Shapes and meanings
 stand with the twins in kernels/ref. *Summands* [S, N, ...] are parts of a result whose sum over S is meant:
@@ -10,6 +11,7 @@ a kernel that splits a sum over programs leaves the adding to the kernel that re
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +30,7 @@ from nextn.kernels.ref.gemm import Block
 from nextn.kernels.ref.moe import ExpertWeights, SharedExperts
 from nextn.kernels.ref.rope import RotaryTables
 from nextn.kernels.ref.router import Method, Scoring
-from nextn.kernels.ref.sampling import MAX_CHILDREN, SamplingBatch
+from nextn.kernels.ref.sampling import MAX_CHILDREN, MAX_LOGPROBS, SamplingBatch
 from nextn.kernels.ref.tree_ops import BeamState, Pool
 
 if TYPE_CHECKING:
@@ -285,13 +287,14 @@ def best_children(
     k: int,
     tau: float = 1.0,
     path: tuple[Tensor, Tensor] | None = None,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k best next tokens of each draft node and their values, both [B, M, k], from logits [B, M, V]."""
-    if on_gpu(logits) and k <= MAX_CHILDREN and not (batch.any_filter or batch.any_penalty):
+    if on_gpu(logits) and k <= MAX_CHILDREN:
         from nextn.kernels.vocab import best_children as kernel
 
-        return kernel(logits, batch, noise, k, tau)
-    return ref_sampling.best_children(logits, batch, noise, k, tau, path)
+        return kernel(*_adjusted(logits, batch, path, positions), noise, k, tau)
+    return ref_sampling.best_children(logits, batch, noise, k, tau, path, positions)
 
 
 def pick_tokens(
@@ -300,13 +303,48 @@ def pick_tokens(
     noise: Tensor,
     level: Tensor,
     path: tuple[Tensor, Tensor] | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """The token that each node chooses, [B, M] int64, from logits [B, M, V] and the noise of its level."""
-    if on_gpu(logits) and not (batch.any_filter or batch.any_penalty):
+    if on_gpu(logits):
         from nextn.kernels.vocab import pick_tokens as kernel
 
-        return kernel(logits, batch, noise, level)
-    return ref_sampling.pick_tokens(logits, batch, noise, level, path)
+        return kernel(*_adjusted(logits, batch, path, positions), noise, level)
+    return ref_sampling.pick_tokens(logits, batch, noise, level, path, positions)
+
+
+def chosen_logprobs(
+    logits: Tensor,
+    batch: SamplingBatch,
+    tokens: Tensor,
+    path: tuple[Tensor, Tensor] | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Values and ids [B, M, 1 + 20] of each node's token and of the best in its place."""
+    if on_gpu(logits):
+        from nextn.kernels.vocab import best_children as kernel
+
+        adjusted, after = _adjusted(logits, batch, path, positions)
+        logp = ref_sampling.asked_logprobs(logits, adjusted, batch)
+        count = min(MAX_LOGPROBS, logp.shape[-1])
+        best, _ = kernel(logp, replace(after, any_sampled=False), None, count)
+        return ref_sampling.token_logprobs(logp, tokens, best)
+    return ref_sampling.chosen_logprobs(logits, batch, tokens, path, positions)
+
+
+def _adjusted(
+    logits: Tensor, batch: SamplingBatch, path: tuple[Tensor, Tensor] | None, positions: Tensor | None
+) -> tuple[Tensor, SamplingBatch]:
+    """Logits on a GPU with all but temperature and noise done, and the batch that says so."""
+    if not batch.adjusts_logits:
+        return logits, batch
+    from nextn.kernels.adjust import MAX_VOCAB
+    from nextn.kernels.adjust import adjust_logits as kernel
+
+    if logits.dtype != torch.float64 and logits.shape[2] <= MAX_VOCAB:
+        return kernel(logits, batch, path, positions), batch.adjusted()
+    own_path = ref_sampling.path_or_none(logits, batch, path)
+    return ref_sampling.adjust_logits(logits, batch, *own_path, positions), batch.adjusted()
 
 
 def level_noise(batch: SamplingBatch, first: Tensor, levels: int, vocab: int, dtype: torch.dtype) -> Tensor:

@@ -39,7 +39,7 @@ def best_children(
     """The k best next tokens of each draft node and their values: tokens [B, M, k] int64, values [B, M, k].
 
     logits [B, M, V]; noise [B, 1, V or 1] of the position that they are chosen for, of logits' accumulation
-    dtype like the values; None ranks by the distribution alone. For batches without filters and penalties,
+    dtype like the values; None ranks by the distribution alone. For batches that adjust no logits,
     k <= 64. config: (tokens a chunk, warps).
     """
     vocab = logits.shape[2]
@@ -62,7 +62,7 @@ def pick_tokens(
     """The token of each node [B, M] int64, `NO_TOKEN` where it has no finite logit; ties to the lower id.
 
     logits [B, M, V]; noise [B, levels, V or 1] of logits' accumulation dtype, of which node m takes
-    noise[row, level[row, m]]; level [B, M] int64. For batches without filters and penalties.
+    noise[row, level[row, m]]; level [B, M] int64. For batches that adjust no logits.
     """
     assert level.shape == logits.shape[:2], (
         f"level must be {tuple(logits.shape[:2])}, is {tuple(level.shape)}"
@@ -109,8 +109,7 @@ def _choose(
     """Both launches; `level` tells that tokens are picked, without it children are ranked and valued."""
     rows, nodes, vocab = logits.shape
     wide = accumulation_dtype(logits.dtype)
-    assert not batch.any_filter, "filters need `process_logits`"
-    assert not batch.any_penalty, "penalties need `process_logits`"
+    assert not batch.adjusts_logits, "filters, penalties, biases and grammars need `adjust_logits`"
     assert logits.stride(2) == 1 or vocab == 1, "a node's logits must be adjacent"
     assert not batch.any_sampled or batch.temperature.shape == (rows,), f"temperature must be [{rows}]"
     noise = noise if batch.any_sampled else None

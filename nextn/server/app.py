@@ -1,51 +1,45 @@
-"""The HTTP application: routes, limits, the API key, and every error in OpenAI's shape."""
+"""The HTTP application: routes, limits, and every error in OpenAI's shape."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
+import logging
 import time
-import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nextn import __version__
-from nextn.engine.request import Request as EngineRequest
 from nextn.errors import RequestError
 from nextn.server.bridge import Bridge, Busy, Unavailable
+from nextn.server.fields import Strict
+from nextn.server.metrics import CONTENT_TYPE
+from nextn.server.middleware import CutOff, KeyRequired, RequestIds, unavailable
+from nextn.server.openapi import describe
+from nextn.server.prepare import Prepared, Preparer
 from nextn.server.protocol import (
-    COMPLETION_MAX_TOKENS,
+    REQUEST_ID,
     ApiError,
-    Body,
     ChatBody,
-    ChatReply,
     CompletionBody,
-    Reply,
-    parse_body,
+    DetokenizeBody,
+    TokenizeBody,
 )
 from nextn.server.stream import EventStream, WholeAnswer, error_response
-from nextn.text import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 """Default limit of a request's body; a larger one is refused with 413 before it is parsed."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A body that has passed every check, as requests for the engine."""
-
-    body: Body
-    reply: Reply
-    requests: list[EngineRequest]
+BODY_SECONDS = 60.0
+"""Default limit of the time that a client may take to send its body; later it is refused with 408."""
 
 
 def create_app(
@@ -53,11 +47,14 @@ def create_app(
     served_names: Sequence[str],
     *,
     api_key: str | None = None,
+    cors_origins: Sequence[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
+    body_seconds: float = BODY_SECONDS,
 ) -> FastAPI:
     """The application over `bridge`, which starts and stops with it.
 
     served_names: names that a request's `model` may give, the first being the one that answers carry.
+    api_key: what everything but /health and /health/live asks for. cors_origins: web pages that may call.
     """
 
     @asynccontextmanager
@@ -79,45 +76,79 @@ def create_app(
             Exception: _on_defect,
         },
     )
-    endpoints = _Endpoints(bridge, tuple(served_names), max_body_bytes)
-    app.add_api_route("/health", endpoints.health, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/models", endpoints.models, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/models/{name:path}", endpoints.model, methods=["GET"], response_model=None)
-    app.add_api_route(
-        "/v1/completions",
-        endpoints.completions,
-        methods=["POST"],
-        response_model=None,
-        openapi_extra=_described(CompletionBody),
-    )
-    app.add_api_route(
-        "/v1/chat/completions",
-        endpoints.chat,
-        methods=["POST"],
-        response_model=None,
-        openapi_extra=_described(ChatBody),
-    )
+    endpoints = _Endpoints(bridge, tuple(served_names), max_body_bytes, body_seconds)
+    _add_routes(app, endpoints)
+    # The last one added is the outermost: ids on every answer, and a page is told why its key was refused.
     if api_key is not None:
-        app.add_middleware(_KeyRequired, api_key=api_key)
-    app.add_middleware(_CutOff, bridge=bridge)
+        app.add_middleware(KeyRequired, api_key=api_key)
+    app.add_middleware(CutOff, bridge=bridge)
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+    paths = frozenset(route.path for route in app.routes if hasattr(route, "path"))
+    app.add_middleware(RequestIds, metrics=bridge.metrics, paths=paths)
     return app
+
+
+def _add_routes(app: FastAPI, endpoints: _Endpoints) -> None:
+    for path, get in (
+        ("/health", endpoints.health),
+        ("/health/live", endpoints.live),
+        ("/version", endpoints.version),
+        ("/metrics", endpoints.metrics),
+        ("/v1/models", endpoints.models),
+        ("/v1/models/{name:path}", endpoints.model),
+    ):
+        app.add_api_route(path, get, methods=["GET"], response_model=None)
+    posts: tuple[tuple[str, Callable[..., Any], type[Strict]], ...] = (
+        ("/v1/completions", endpoints.completions, CompletionBody),
+        ("/v1/chat/completions", endpoints.chat, ChatBody),
+        ("/tokenize", endpoints.tokenize, TokenizeBody),
+        ("/detokenize", endpoints.detokenize, DetokenizeBody),
+    )
+    for path, post, _ in posts:
+        app.add_api_route(path, post, methods=["POST"], response_model=None)
+    describe(app, {path: body for path, _, body in posts})
 
 
 class _Endpoints:
     """The routes' functions."""
 
-    def __init__(self, bridge: Bridge, served_names: tuple[str, ...], max_body_bytes: int) -> None:
+    def __init__(
+        self, bridge: Bridge, served_names: tuple[str, ...], max_body_bytes: int, body_seconds: float
+    ) -> None:
         self.bridge = bridge
         self.served_names = served_names
         self.max_body_bytes = max_body_bytes
+        self.body_seconds = body_seconds
         self.created = int(time.time())
+        self.preparer = Preparer(bridge.engine, served_names, bridge.max_open)
 
     async def health(self) -> Response:
-        """200 while requests are taken, else 503."""
+        """Whether requests are taken: 200, else 503."""
         if self.bridge.is_ready:
             return JSONResponse({"status": "ok"})
         status = "stopping" if self.bridge.failure is None else "engine failed"
         return JSONResponse({"status": status}, status_code=503)
+
+    async def live(self) -> Response:
+        """Whether the process does its work: 200 while it starts and ends too, 503 when its engine failed."""
+        if self.bridge.failure is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "engine failed"}, status_code=503)
+
+    async def version(self) -> Response:
+        """The version of nextn."""
+        return JSONResponse({"version": __version__})
+
+    async def metrics(self) -> Response:
+        """Figures for Prometheus."""
+        return Response(self.bridge.metrics.text(), media_type=CONTENT_TYPE)
 
     async def models(self) -> Response:
         """The names under which the model is served."""
@@ -125,31 +156,48 @@ class _Endpoints:
 
     async def model(self, name: str) -> Response:
         """One of them."""
-        self._check_model(name)
+        self.preparer.check_model(name)
         return JSONResponse(self._model(name))
 
     async def completions(self, request: Request) -> Response:
         """Continue a text or token ids."""
         content = await self._read(request)
-        return await self._answer(await asyncio.to_thread(self._prepare_completion, content))
+        return await self._answer(await asyncio.to_thread(self.preparer.completion, content))
 
     async def chat(self, request: Request) -> Response:
         """Answer a chat."""
         content = await self._read(request)
-        return await self._answer(await asyncio.to_thread(self._prepare_chat, content))
+        return await self._answer(await asyncio.to_thread(self.preparer.chat, content))
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text or a chat."""
+        return JSONResponse(await asyncio.to_thread(self.preparer.tokenize, await self._read(request)))
+
+    async def detokenize(self, request: Request) -> Response:
+        """Text of token ids."""
+        return JSONResponse(await asyncio.to_thread(self.preparer.detokenize, await self._read(request)))
 
     async def _read(self, request: Request) -> bytes:
-        """The body, within its limit; only as JSON, which a foreign web page may not send unasked."""
+        """The body, within its limits; only as JSON, which a foreign web page may not send unasked."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "the content-type must be application/json", code="unsupported_media_type")
         reading = asyncio.ensure_future(self._collect(request))
         stopping = asyncio.ensure_future(self.bridge.until_stopping())
         try:
-            await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {reading, stopping}, return_when=asyncio.FIRST_COMPLETED, timeout=self.body_seconds
+            )
             if reading.done():
                 return reading.result()
-            raise _unavailable("the server is shutting down")  # the rest might never come
+            if stopping.done():
+                raise unavailable("the server is shutting down")  # the rest might never come
+            raise ApiError(
+                408,
+                f"the body did not come within {self.body_seconds:g} s",
+                code="request_timeout",
+                headers={"Connection": "close"},
+            )
         finally:
             reading.cancel()
             stopping.cancel()
@@ -165,96 +213,24 @@ class _Endpoints:
                 )
         return bytes(content)
 
-    def _prepare_completion(self, content: bytes) -> _Prepared:
-        body = parse_body(CompletionBody, content)
-        self._check_model(body.model)
-        reply = Reply(body.model or self.served_names[0], len(body.prompt))
-        try:
-            requests = [
-                self._request(
-                    body,
-                    self._tokens(body, prompt) if isinstance(prompt, str) else prompt,
-                    default=COMPLETION_MAX_TOKENS,
-                )
-                for prompt in body.prompt
-            ]
-        except RequestError as error:
-            raise body.error(error) from None
-        return _Prepared(body, reply, requests)
-
-    def _prepare_chat(self, content: bytes) -> _Prepared:
-        body = parse_body(ChatBody, content)
-        self._check_model(body.model)
-        reply = ChatReply(body.model or self.served_names[0], 1)
-        messages = [{"role": message.role, "content": message.content} for message in body.messages]
-        try:
-            text = self._tokenizer().chat_text(messages, **(body.chat_template_kwargs or {}))
-            tokens = self._tokens(body, text, add_special_tokens=False)  # the template wrote BOS
-            requests = [self._request(body, tokens, default=None)]
-        except RequestError as error:
-            raise body.error(error) from None
-        return _Prepared(body, reply, requests)
-
-    def _tokens(self, body: Body, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of a prompt; what cannot fit is refused unseen, since megabytes would cost many seconds."""
-        tokenizer, longest = self._tokenizer(), self.bridge.engine.max_model_len
-        fewest = tokenizer.fewest_tokens(text)
-        if fewest > longest:
-            raise ApiError(
-                400,
-                f"this model's maximum context length is {longest} tokens, but the prompt has at least "
-                f"{fewest}; shorten the prompt",
-                param=body.field_name("prompt"),
-                code="context_length_exceeded",
-            )
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    def _request(self, body: Body, tokens: list[int], *, default: int | None) -> EngineRequest:
-        """One request for the engine; `default` tokens to generate, None meaning what fits."""
-        longest, asked = self.bridge.engine.max_model_len, body.token_limit
-        room = longest - len(tokens)
-        if room < 1 or (asked or 0) > room:
-            generated = "" if asked is None else f", {asked} to generate"
-            raise ApiError(
-                400,
-                f"this model's maximum context length is {longest} tokens, but {len(tokens) + (asked or 1)} "
-                f"were asked for ({len(tokens)} in the prompt{generated}); shorten the prompt or the output",
-                param=body.field_name("max_tokens" if room >= 1 else "prompt"),
-                code="context_length_exceeded",
-            )
-        limit = asked if asked is not None else room if default is None else min(default, room)
-        params = body.sampling_params(limit)
-        self.bridge.engine.validate(tokens, params)
-        return EngineRequest(uuid.uuid4().hex, tokens, params)
-
-    async def _answer(self, prepared: _Prepared) -> Response:
+    async def _answer(self, prepared: Prepared) -> Response:
         try:
             ticket = await self.bridge.submit(prepared.requests)
         except Busy as error:
             raise ApiError(429, str(error), code="too_many_requests", headers={"Retry-After": "1"}) from None
         except Unavailable as error:
-            raise _unavailable(str(error)) from None
+            raise unavailable(str(error)) from None
         except RequestError as error:
             raise prepared.body.error(error) from None
-        if prepared.body.stream:
-            return EventStream(ticket, prepared.reply, include_usage=prepared.body.include_usage)
-        return WholeAnswer(ticket, prepared.reply)
-
-    def _tokenizer(self) -> Tokenizer:
-        tokenizer = self.bridge.engine.tokenizer
-        if tokenizer is None:
-            raise RequestError("this model has no tokenizer; send token ids to /v1/completions", "prompt")
-        return tokenizer
-
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.served_names:
-            listed = ", ".join(self.served_names)
-            raise ApiError(
-                404,
-                f"the model {name[:100]!r} does not exist; this server has {listed}",
-                param="model",
-                code="model_not_found",
-            )
+        body = prepared.body
+        if not body.stream:
+            return WholeAnswer(ticket, prepared.reply)
+        return EventStream(
+            ticket,
+            prepared.reply,
+            include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
+        )
 
     def _model(self, name: str) -> dict[str, object]:
         return {
@@ -264,65 +240,6 @@ class _Endpoints:
             "owned_by": "nextn",
             "max_model_len": self.bridge.engine.max_model_len,
         }
-
-
-class _KeyRequired:
-    """ASGI middleware: everything but /health needs the key, compared in constant time."""
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self.app = app
-        self.expected = f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health":
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, self.expected):
-                error = ApiError(
-                    401,
-                    "the API key is missing or wrong",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
-                await error_response(error)(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
-
-
-class _CutOff:
-    """ASGI middleware: a request that is cancelled because the server ends is no defect.
-
-    It gets 503 if nothing of its answer has been sent; without this the log would show a traceback for it.
-    """
-
-    def __init__(self, app: ASGIApp, bridge: Bridge) -> None:
-        self.app = app
-        self.bridge = bridge
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def noted(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            await self.app(scope, receive, noted)
-        except asyncio.CancelledError:
-            if self.bridge.is_ready or scope["type"] != "http":
-                raise
-            if not started:
-                await error_response(_unavailable("the server is shutting down"))(scope, receive, send)
-
-
-def _unavailable(message: str) -> ApiError:
-    return ApiError(503, message, code="unavailable", headers={"Retry-After": "5"})
-
-
-def _described(body: type[Body]) -> dict[str, Any]:
-    """The body's schema for /openapi.json; the body itself is read under the limits above."""
-    schema = body.model_json_schema()
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 async def _on_api_error(_: Request, error: Exception) -> Response:
@@ -345,7 +262,9 @@ async def _on_client_gone(_: Request, __: Exception) -> Response:
 
 
 async def _on_defect(_: Request, __: Exception) -> Response:
-    """Anything unforeseen; the server logs its traceback."""
-    return error_response(
-        ApiError(500, "internal error; the server's log has the details", code="internal_error")
-    )
+    """Anything unforeseen; the server logs its traceback. Starlette answers it outside the middleware."""
+    request_id = REQUEST_ID.get() or ""
+    logger.error("%s failed with what no code foresees; the traceback follows", request_id)
+    message = "internal error; the server's log has the details"
+    headers = {"x-request-id": request_id}
+    return error_response(ApiError(500, message, code="internal_error", headers=headers))

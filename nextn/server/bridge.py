@@ -12,11 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from nextn.engine.request import FinishReason, Output, Request, SamplingParams
 from nextn.errors import NextnError
+from nextn.server.metrics import Latency, Metrics
 from nextn.text import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,15 @@ class _Stop:
     pass
 
 
+@dataclass(slots=True)
+class _Open:
+    """A request without its final output: who waits for it, and what is known of it."""
+
+    ticket: Ticket
+    latency: Latency
+    last: Output | None = None
+
+
 class Ticket:
     """The waiting side of one or several requests that were submitted together; used on the loop only."""
 
@@ -136,6 +146,8 @@ class Bridge:
         on_failure: Callable[[], None] | None = None,
     ) -> None:
         self.engine = engine
+        self.metrics = Metrics()
+        self.metrics.engine_stats = lambda: self._stats
         self.max_open = max_open
         self.on_failure = on_failure
         self.failure: BaseException | None = None
@@ -143,7 +155,9 @@ class Bridge:
         self._report_every = report_every
         # When the first and the last step since the last report began and ended; the engine thread's own.
         self._traffic: tuple[float, float] | None = None
-        self._open: dict[str, Ticket] = {}
+        self._stats: Mapping[str, float] = {}
+        """The engine's statistics after its last step, for any thread; replaced, never changed."""
+        self._open: dict[str, _Open] = {}
         self._adding: set[asyncio.Future[None]] = set()
         self._stopping = asyncio.Event()
         self._commands: deque[_Add | _Abort | _Stop] = deque()
@@ -183,7 +197,8 @@ class Bridge:
                 f"{len(self._open)} requests are open and at most {self.max_open} are taken; try again"
             )
         ticket = Ticket(self, [request.request_id for request in requests])
-        self._open.update((request.request_id, ticket) for request in requests)
+        now = time.monotonic()
+        self._open.update((request.request_id, _Open(ticket, Latency(now))) for request in requests)
         added = asyncio.get_running_loop().create_future()
         self._adding.add(added)
         self._command(_Add(requests, added))
@@ -231,16 +246,21 @@ class Bridge:
             self._wake.notify()
 
     def _dispatch(self, outputs: Sequence[Output]) -> None:
+        now = time.monotonic()
         for output in outputs:
-            ticket = self._open.get(output.request_id)
-            if ticket is None:  # aborted on this side before the engine knew
+            opened = self._open.get(output.request_id)
+            if opened is None:  # aborted on this side before the engine knew
                 continue
             if output.finish_reason is not None:
                 del self._open[output.request_id]
-            ticket.put(output)
+            opened.last = output
+            self.metrics.record(output, opened.latency, now)
+            opened.ticket.put(output)
 
     def _end(self, request_ids: Iterable[str], reason: FinishReason, error: str | None) -> None:
-        self._dispatch([_final(request_id, reason, error) for request_id in request_ids])
+        self._dispatch(
+            [_final(request_id, self._open[request_id], reason, error) for request_id in request_ids]
+        )
 
     def _fail_open(self, error: NextnError) -> None:
         """Give every open request its final output, and every one that is being added its refusal."""
@@ -259,6 +279,7 @@ class Bridge:
 
     def _run(self) -> None:
         try:
+            self._stats = self.engine.stats()
             while self._obey():
                 if self.engine.has_work():
                     self._step()
@@ -271,6 +292,7 @@ class Bridge:
         started = time.monotonic()
         outputs = self.engine.step()
         self._live.difference_update(o.request_id for o in outputs if o.finish_reason is not None)
+        self._stats = self.engine.stats()
         self._post(self._dispatch, outputs)
         if self._live and not self.engine.has_work():
             lost = sorted(self._live)
@@ -284,7 +306,7 @@ class Bridge:
         first, last = self._traffic
         self._traffic = None
         if self._report is not None:
-            self._report(self.engine.stats(), last - first)
+            self._report(self._stats, last - first)
 
     def _obey(self) -> bool:
         """Carry out the commands that have arrived; sleep while there is nothing to do. False means stop."""
@@ -344,5 +366,18 @@ def _set_exception(future: asyncio.Future[None], error: BaseException) -> None:
         future.set_exception(error)
 
 
-def _final(request_id: str, reason: FinishReason, error: str | None) -> Output:
-    return Output(request_id, "", (), 0, 0, finish_reason=reason, error=error)
+def _final(request_id: str, opened: _Open, reason: FinishReason, error: str | None) -> Output:
+    """The end of a request that is the server's doing, with the counts as of the last output."""
+    last = opened.last or Output(request_id, "", (), 0, 0)
+    # The engine may still count in its own acceptance, so this one is a copy.
+    acceptance = replace(last.acceptance, by_length=dict(last.acceptance.by_length))
+    return replace(
+        last,
+        text="",
+        token_ids=(),
+        logprobs=(),
+        prompt_logprobs=None,
+        finish_reason=reason,
+        error=error,
+        acceptance=acceptance,
+    )

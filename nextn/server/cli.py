@@ -6,6 +6,7 @@ import argparse
 import errno
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -51,9 +52,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--api-key",
-        default=os.environ.get("NEXTN_API_KEY"),
-        help="key that requests must carry as 'Authorization: Bearer KEY'; the environment variable "
-        "NEXTN_API_KEY does the same without showing in process lists (default: none is asked for)",
+        help="key that requests must carry as 'Authorization: Bearer KEY', all but /health and /health/live; "
+        "other users of this machine can see it in process lists (default: none is asked for)",
+    )
+    group.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="file whose text is that key (default: the environment variable NEXTN_API_KEY holds it, if any)",
+    )
+    group.add_argument(
+        "--cors-origin",
+        metavar="ORIGIN",
+        action="append",
+        default=[],
+        help="origin of web pages that may call this server from a browser, such as https://example.org; "
+        "may be given several times (default: none may)",
     )
     group.add_argument(
         "--served-model-name",
@@ -189,6 +202,7 @@ def serve(
     api_key: str | None,
     log_level: str,
     ready: str,
+    cors_origins: Sequence[str] = (),
 ) -> int:
     """Serve `engine` on `sockets` until a signal (0) or until it fails (1); close the sockets.
 
@@ -196,20 +210,21 @@ def serve(
 
     Open requests are bounded by the bridge, connections only by the process's limit of open files: at it,
     new ones wait. uvicorn's limit_concurrency is no help, as above it /health would be refused as well. A
-    connection on which no request has come stays open, and one that sends its body holds what has come
-    of it (at most `MAX_BODY_BYTES`); where strangers can connect, a proxy in front must bound both.
+    connection on which no request has come stays open, and one that sends its body holds what has come of
+    it (at most `MAX_BODY_BYTES`, for `BODY_SECONDS`); where strangers can connect, a proxy in front must
+    bound both.
     """
     bridge = Bridge(
         engine,
         max_open=config.max_running_requests + config.max_waiting_requests,
         report=TrafficLog(),
     )
-    app = create_app(bridge, served_names, api_key=api_key)
+    app = create_app(bridge, served_names, api_key=api_key, cors_origins=cors_origins)
     uvicorn_config = uvicorn.Config(
         app,
         log_config=None,
         log_level="warning" if log_level == "info" else log_level,
-        access_log=log_level == "debug",
+        access_log=False,  # the application logs its answers, with their ids
         server_header=False,
         timeout_graceful_shutdown=int(SHUTDOWN_GRACE_SECONDS),
     )
@@ -237,6 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = engine_config(args)
         names = _served_names(args)
         _check_server_flags(args)
+        key = _api_key(args)
         with bound(args.host, args.port) as sockets:  # before the load, which may take minutes
             engine = _load(args.model, config)
             return serve(
@@ -244,7 +260,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 config,
                 names,
                 sockets=sockets,
-                api_key=args.api_key,
+                api_key=key,
+                cors_origins=args.cors_origin,
                 log_level=args.log_level,
                 ready=ready_line(names[0], engine, config),
             )
@@ -258,8 +275,33 @@ def _check_server_flags(args: argparse.Namespace) -> None:
         raise ConfigError("--host is empty; give an address (0.0.0.0 is every one), or leave it out")
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"--port {args.port} must be 0 to 65535")
-    if args.api_key == "":
-        raise ConfigError("--api-key (or NEXTN_API_KEY) is empty; give a key, or leave it out")
+    for origin in args.cors_origin:
+        if not re.fullmatch(r"https?://[^/\s?#*@]+", origin):
+            raise ConfigError(
+                f"--cors-origin {origin!r} is no origin; give a scheme and a host, such as https://example.org"
+            )
+
+
+def _api_key(args: argparse.Namespace) -> str | None:
+    """The key of the flag, the file or the environment; raises ConfigError for two flags or an empty key."""
+    if args.api_key is not None and args.api_key_file is not None:
+        raise ConfigError("--api-key and --api-key-file exclude each other; leave one of them out")
+    if args.api_key is not None:
+        source, key = "--api-key", args.api_key
+    elif args.api_key_file is not None:
+        source = f"--api-key-file {args.api_key_file}"
+        try:
+            key = Path(args.api_key_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ConfigError(f"{source} cannot be read: {reason}") from None
+    else:
+        source, key = "NEXTN_API_KEY", os.environ.get("NEXTN_API_KEY")
+    if key is None:
+        return None
+    if not key.strip():
+        raise ConfigError(f"{source} is empty; give a key, or leave it out")
+    return str(key.strip())
 
 
 def _load(model: str, config: EngineConfig) -> Engine:

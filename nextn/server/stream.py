@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any
 
+from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from nextn.engine.request import FinishReason, Output
 from nextn.server.bridge import Ticket
-from nextn.server.protocol import ApiError, Reply, Usage
+from nextn.server.protocol import ApiError
+from nextn.server.replies import Chunk, Reply
 
 
 def error_response(error: ApiError) -> Response:
@@ -39,30 +40,29 @@ class WholeAnswer(Response):
         await response(scope, receive, send)
 
     async def _collect(self) -> dict[str, object]:
-        texts = [""] * self._reply.choices
-        reasons: list[FinishReason | None] = [None] * self._reply.choices
-        usage = Usage()
+        reply = self._reply
+        chunks: list[list[Chunk]] = [[] for _ in reply.choices]
         while self._ticket.is_open:
             index, output = await self._ticket.next()
-            usage.record(output)
-            texts[index] += output.text
-            reasons[index] = _finish_reason(output, self._ticket)
-        choices = [
-            self._reply.choice(index, text, reason)
-            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
-            if reason is not None
-        ]
-        return self._reply.whole(choices, usage)
+            reply.usage.record(index, output)
+            reason = _finish_reason(output, self._ticket)
+            chunks[index] += reply.choices[index].take(output)
+            if reason is not None:
+                chunks[index].append(reply.choices[index].ending(reason))
+        return reply.whole(choice.whole(own) for choice, own in zip(reply.choices, chunks, strict=True))
 
 
 class EventStream(Response):
     """Server-sent events: chunks as text becomes safe to show, then `[DONE]`; an error is the last event."""
 
-    def __init__(self, ticket: Ticket, reply: Reply, *, include_usage: bool) -> None:
+    def __init__(
+        self, ticket: Ticket, reply: Reply, *, include_usage: bool, continuous_usage: bool = False
+    ) -> None:
         super().__init__()
         self._ticket = ticket
         self._reply = reply
         self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await _while_connected(receive, self._ticket, self._answer(send))
@@ -84,28 +84,30 @@ class EventStream(Response):
 
     async def _events(self) -> AsyncIterator[Mapping[str, object]]:
         """The chunks in order; raises ApiError where the engine gives up."""
-        reply, usage = self._reply, Usage()
-        opening = [choice for i in range(reply.choices) if (choice := reply.opening(i)) is not None]
-        for choice in opening:
-            yield self._chunk(choice)
+        reply = self._reply
+        for choice in reply.choices:
+            if (opening := choice.opening()) is not None:
+                yield self._chunk(opening)
         while self._ticket.is_open:
             index, output = await self._ticket.next()
-            usage.record(output)
+            reply.usage.record(index, output)
             reason = _finish_reason(output, self._ticket)
-            if output.text:
-                yield self._chunk(reply.delta(index, output.text))
+            for chunk in reply.choices[index].take(output):
+                yield self._chunk(chunk)
             if reason is not None:
-                yield self._chunk(reply.ending(index, reason))
+                yield self._chunk(reply.choices[index].ending(reason))
         if self._include_usage:
-            yield reply.chunk(()) | {"usage": usage.body()}
+            yield reply.chunk(()) | {"usage": reply.usage.final_body()}
 
-    def _chunk(self, choice: dict[str, object]) -> dict[str, object]:
+    def _chunk(self, choice: Chunk) -> dict[str, object]:
         chunk = self._reply.chunk((choice,))
-        return chunk | {"usage": None} if self._include_usage else chunk
+        if not self._include_usage:
+            return chunk
+        return chunk | {"usage": self._reply.usage.body() if self._continuous_usage else None}
 
 
 def _frame(event: Mapping[str, object]) -> bytes:
-    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + to_json(event) + b"\n\n"
 
 
 def _finish_reason(output: Output, ticket: Ticket) -> FinishReason | None:

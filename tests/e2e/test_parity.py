@@ -7,13 +7,21 @@ so equality is exact (facts: in float32 a false flip comes about once in 150,000
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
+from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nextn.config import SpecConfig
-from tests.tiny import prompt_of, request, run, tiny_engine
+from nextn.engine.engine import Engine
+from nextn.engine.request import FinishReason, Request, TokenLogprobs
+from nextn.engine.step import draft_part
+from tests.tiny import TINY, drain, prompt_of, request, run, tiny_engine
 
 SHAPES = ("1/1/2", "1/4/4", "2/1/3", "2/4/4", "3/1/4", "3/4/8", "4/2/6", "5/8/32")
 BATCHES = (1, 2, 3, 8)
@@ -103,3 +111,142 @@ def test_the_tiny_model_accepts_drafts_often_enough_to_test_anything() -> None:
     )
     assert engine.counters.acceptance.length > 1.5
     assert set(engine.counters.acceptance.by_length) == {1, 2, 3, 4}
+
+
+EOS = frozenset({1, 7, 23})
+TOKENS = st.integers(0, TINY["vocab_size"] - 1)
+OPTIONS: dict[str, st.SearchStrategy[Any]] = {
+    "temperature": st.sampled_from((0.0, 0.3, 0.8, 1.0, 1.7)),
+    "top_p": st.sampled_from((1.0, 0.5, 0.9)),
+    "top_k": st.sampled_from((0, 1, 3, 12)),
+    "min_p": st.sampled_from((0.0, 0.02, 0.3)),
+    "frequency_penalty": st.sampled_from((0.0, 0.4, -0.6)),
+    "presence_penalty": st.sampled_from((0.0, 0.7, -0.5)),
+    "repetition_penalty": st.sampled_from((1.0, 1.2, 0.7)),
+    "logit_bias": st.dictionaries(TOKENS, st.sampled_from((-100.0, -3.0, 2.0, 5.0)), max_size=5).map(
+        lambda bias: tuple(bias.items())
+    ),
+    "min_tokens": st.sampled_from((0, 0, 1, 5, 16)),
+    "ignore_eos": st.booleans(),
+    "stop_token_ids": st.lists(TOKENS, max_size=4, unique=True).map(tuple),
+    "logprobs": st.sampled_from((None, 0, 3, 20)),
+    "raw_logprobs": st.booleans(),
+    "prompt_logprobs": st.sampled_from((None, None, 0, 5)),
+    "seed": st.integers(-(2**63), 2**63 - 1),
+}
+
+
+@dataclass
+class Answer:
+    """All that a client sees of a request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    finish: tuple[FinishReason | None, str | int | None] = (None, None)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> list[tuple[list[int], int, dict[str, Any]]]:
+    """Prompts, choices and parameters of one to four requests with any options."""
+    found = []
+    for row in range(draw(st.integers(1, 4))):
+        names = draw(st.lists(st.sampled_from(sorted(OPTIONS)), unique=True, max_size=len(OPTIONS)))
+        params = {name: draw(OPTIONS[name]) for name in sorted({*names, "seed"})}
+        found.append((prompt_of(draw(st.integers(1, 40)), row), draw(st.integers(0, 2)), params))
+    return found
+
+
+def _answers(drawn: list[tuple[list[int], int, dict[str, Any]]], **config: Any) -> list[Answer]:
+    """Run the requests together in a new engine."""
+    return _answers_of(tiny_engine(**config), drawn)
+
+
+def _answers_of(engine: Engine, drawn: list[tuple[list[int], int, dict[str, Any]]]) -> list[Answer]:
+    """Run the requests together; every output's log-probabilities must match its tokens."""
+    engine.eos_token_ids = EOS
+    answers = [Answer() for _ in drawn]
+    for row, (prompt, choice, params) in enumerate(drawn):
+        each = request(str(row), prompt, max_tokens=16, **params)
+        engine.add(Request(each.request_id, each.prompt_tokens, each.params, choice=choice))
+    for output in drain(engine):
+        answer = answers[int(output.request_id)]
+        asked = drawn[int(output.request_id)][2].get("logprobs")
+        assert [each.token_id for each in output.logprobs] == (
+            list(output.token_ids) if asked is not None else []
+        )
+        assert output.prompt_logprobs is None or not answer.tokens, "not the first output"
+        answer.prompt_logprobs = output.prompt_logprobs or answer.prompt_logprobs
+        answer.tokens += output.token_ids
+        answer.logprobs += output.logprobs
+        answer.finish = (output.finish_reason, output.stop_reason)
+    return answers
+
+
+def _check_answer(answer: Answer, prompt: list[int], params: dict[str, Any]) -> None:
+    """What the options themselves promise of any answer."""
+    ends = set(params.get("stop_token_ids", ())) | (set() if params.get("ignore_eos", True) else EOS)
+    assert not ends.intersection(answer.tokens[: params.get("min_tokens", 0)])
+    for each in answer.logprobs:
+        values = [value for _, value in each.top]
+        assert len(values) <= params["logprobs"]
+        assert values == sorted(values, reverse=True)
+        assert -float("inf") < each.logprob <= 0.0
+        assert all(value == each.logprob for token, value in each.top if token == each.token_id)
+    if params.get("prompt_logprobs") is None:
+        assert answer.prompt_logprobs is None
+    else:
+        assert answer.prompt_logprobs is not None
+        assert answer.prompt_logprobs[0] is None
+        assert [each.token_id for each in answer.prompt_logprobs[1:] if each] == prompt[1:]
+
+
+@settings(max_examples=30)
+@given(requests(), st.sampled_from(SHAPES), st.sampled_from((3, 16, 128)))
+def test_no_option_s_answer_depends_on_speculation_or_the_batch(
+    drawn: list[tuple[list[int], int, dict[str, Any]]], shape: str, chunk: int
+) -> None:
+    """Tokens, log-probabilities and the end are exactly those of each request alone, decoded plainly."""
+    alone = [_answers([each], spec=None, max_running_requests=1)[0] for each in drawn]
+    for answer, (prompt, _, params) in zip(alone, drawn, strict=True):
+        _check_answer(answer, prompt, params)
+    spec = SpecConfig.parse(shape)
+    assert _answers(drawn, spec=spec, chunked_prefill_size=chunk, page_size=4) == alone
+    assert _answers(drawn, spec=None, chunked_prefill_size=chunk) == alone
+
+
+@pytest.mark.parametrize("shape", [None, "3/4/8"])
+def test_log_probabilities_survive_preemption(shape: str | None) -> None:
+    """In a cache too small for all, requests restart and lose nothing."""
+    params = {"logprobs": 2, "prompt_logprobs": 1, "temperature": 0.8, "frequency_penalty": 0.3}
+    drawn = [
+        (prompt_of(20 + row, row), 0, params | {"seed": row, "logit_bias": ((row, 2.0),)}) for row in range(6)
+    ]
+    alone = [_answers([each], spec=None)[0] for each in drawn]
+    spec = SpecConfig.parse(shape) if shape else None
+    engine = tiny_engine(
+        spec=spec, max_draft_tokens=8, chunked_prefill_size=9,
+        page_size=4, num_pages=34, max_model_len=64, max_running_requests=6,
+    )  # fmt: skip
+    assert _answers_of(engine, drawn) == alone
+    assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("least", [3, 4, 5, 6])
+def test_the_draft_knows_at_which_position_a_ban_ends(least: int) -> None:
+    """A token that is banned up to a position, and all but certain from there on, is not drafted before."""
+    spec = SpecConfig.parse("3/4/16")
+    engine = tiny_engine(spec=spec)
+    params = {"logit_bias": ((5, 100.0),), "stop_token_ids": (5,), "min_tokens": least, "temperature": 0.0}
+    engine.add(request("r", prompt_of(9, 0), **params))
+    engine.step()  # prefill: the first token; the tree's root
+    worker, (entry,) = engine.worker, engine.scheduler.running
+    with torch.inference_mode():
+        cycle = draft_part(worker.models, worker.state, worker._batch([entry]), spec, worker.options)
+    tree = cycle.tree
+    has_it = tree.tokens[0] == 5
+    assert not has_it[tree.depth[0] < least].any()  # depth d is the output's token d, counted from 0
+    if least <= spec.num_steps:
+        assert has_it[tree.depth[0] == least].any()
+    rest = [token for output in drain(engine) for token in output.token_ids]
+    assert rest.index(5) == len(rest) - 1 == least - 1

@@ -61,6 +61,16 @@ def test_copy_on_write_spares_pages_before_the_first_written() -> None:
     pool.check_integrity([table, other])
 
 
+def test_a_page_twice_in_one_table_is_caught() -> None:
+    """A request may share a page with others, never with itself."""
+    pool = PagePool(2, 4)
+    pages = pool.allocate(1)
+    pool.share(pages)
+    pool.check_integrity([pages, pages])
+    with pytest.raises(AssertionError, match="names a page twice"):
+        pool.check_integrity([pages * 2])
+
+
 def test_a_page_released_twice_is_caught() -> None:
     """A double release is an error, not a page that two requests get."""
     pool = PagePool(2, 4)

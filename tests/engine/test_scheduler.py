@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nextn.engine.pages import PagePool
 from nextn.engine.request import Request, SamplingParams
-from nextn.engine.scheduler import DecodeBatch, PrefillBatch, Scheduler
+from nextn.engine.scheduler import DecodeBatch, PrefillBatch, Running, Scheduler
 
 PAGE = 4
 RESERVE = 4
@@ -18,6 +21,7 @@ def _request(name: int, prompt: int, output: int) -> Request:
 
 
 def _check(scheduler: Scheduler, pool: PagePool) -> None:
+    scheduler.check_integrity()
     pool.check_integrity([entry.pages for entry in scheduler.running])
     rows = [entry.row for entry in scheduler.running]
     assert len(set(rows)) == len(rows), "two requests share a row"
@@ -118,3 +122,188 @@ def test_the_youngest_request_is_preempted_and_goes_first_in_the_queue() -> None
     assert scheduler.running[0].request.request_id == "0"
     assert len(started) == 2
     assert scheduler.waiting[0].request_id == started[-1]
+
+
+class _Cache(PagePool):
+    """A pool that knows what a step wrote into each slot; what is freed is forgotten."""
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages, PAGE)
+        self.slots: dict[tuple[int, int], tuple[int, int, int]] = {}
+
+    def release(self, pages: Iterable[int]) -> None:
+        for page in list(pages):
+            super().release((page,))
+            if self._references[page] == 0:
+                self.slots = {slot: pair for slot, pair in self.slots.items() if slot[0] != page}
+
+    def write(self, entry: Running, start: int, stop: int) -> None:
+        """Write the pairs of positions start .. stop-1, none of them twice where several hold the page."""
+        for position in range(start, stop):
+            slot = (entry.pages[position // PAGE], position % PAGE)
+            assert self._references[slot[0]] == 1 or slot not in self.slots, "a shared page changed"
+            self.slots[slot] = _pair(entry, position)
+
+    def check(self, entry: Running) -> None:
+        """Whatever counts as cached is what the request alone would have cached."""
+        for position in range(entry.length):
+            slot = (entry.pages[position // PAGE], position % PAGE)
+            assert self.slots[slot] == _pair(entry, position), (entry.request.request_id, position)
+
+
+def _pair(entry: Running, position: int) -> tuple[int, int, int]:
+    """What the caches hold of a position: the draft's entry depends on the next token too."""
+    text = entry.request.prompt_tokens + entry.request.output_tokens
+    return position, text[position], text[position + 1]
+
+
+def _emit(entry: Running, count: int) -> None:
+    """Add tokens that no other request has."""
+    request = entry.request
+    name = 1000 * (1 + int(request.request_id))
+    request.output_tokens += [name + len(request.output_tokens) + i for i in range(count)]
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One request of the drawn load: its group (0: none), when it comes, and when it is aborted, if it is."""
+
+    group: int
+    output: int
+    wants_prompt: bool
+    comes: int
+    leaves: int | None
+
+
+_members = st.builds(
+    _Member,
+    group=st.integers(0, 3),
+    output=st.integers(1, 20),
+    wants_prompt=st.sampled_from((False, False, False, True)),
+    comes=st.integers(0, 12),
+    leaves=st.none() | st.integers(0, 30),
+)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(_members, min_size=1, max_size=10),
+    st.lists(st.integers(1, 26), min_size=4, max_size=4),
+    st.integers(13, 40),
+    st.integers(1, 6),
+    st.integers(1, 40),
+    st.lists(st.integers(1, RESERVE), min_size=1, max_size=5),
+)
+def test_groups_share_pages_that_hold_what_each_member_would_have_written(
+    members: list[_Member], prompts: list[int], pages: int, rows: int, chunk: int, emit: list[int]
+) -> None:
+    """Arrivals and aborts at any time, tiny pools: every slot is right, none of a shared page changes."""
+    pool = _Cache(pages)
+    scheduler = Scheduler(pool, rows, chunk, RESERVE)
+    left = dict(enumerate(members))
+    gone: list[str] = []
+    for step in range(2000):
+        for name, member in [item for item in left.items() if item[1].comes <= step]:
+            params = SamplingParams(
+                max_tokens=member.output, prompt_logprobs=0 if member.wants_prompt else None
+            )
+            prompt = [100 * member.group + i for i in range(prompts[member.group])]
+            group = str(member.group) if member.group else None
+            scheduler.add(Request(str(name), prompt, params, group=group))
+            del left[name]
+        for name, member in enumerate(members):
+            if member.leaves == step and scheduler.remove(str(name)):
+                gone.append(str(name))
+        batch = scheduler.next_batch()
+        if batch is None and not left:
+            break
+        if batch is not None:
+            _step(pool, batch, emit[step % len(emit)])
+            gone += _end(scheduler)
+        _check(scheduler, pool)
+        for entry in scheduler.running:
+            pool.check(entry)
+            assert entry.cached == 0 or entry.request.params.prompt_logprobs != 0
+    assert sorted(gone) == sorted(map(str, range(len(members)))), "a request did not end"
+    assert pool.free == pages
+    assert not pool.slots
+
+
+def _step(pool: _Cache, batch: PrefillBatch | DecodeBatch, count: int) -> None:
+    """What a step does to the cache: prefill writes its chunk, decoding its scratch, then what it keeps."""
+    if isinstance(batch, PrefillBatch):
+        for chunk in batch.chunks:
+            assert chunk.start == chunk.entry.length
+            if chunk.is_last:
+                _emit(chunk.entry, 1)
+            pool.write(chunk.entry, chunk.start, chunk.start + chunk.length)
+            chunk.entry.length += chunk.length
+        return
+    for entry in batch.entries:
+        touched = entry.pages[entry.length // PAGE : pool.pages_for(entry.length + RESERVE)]
+        assert all(pool._references[page] == 1 for page in touched), "a step writes into a shared page"
+        _emit(entry, count)
+        pool.write(entry, entry.length, entry.length + count)
+        entry.length += count
+
+
+def _end(scheduler: Scheduler) -> list[str]:
+    """Finish what has all its tokens."""
+    over = [
+        entry
+        for entry in scheduler.running
+        if len(entry.request.output_tokens) >= entry.request.params.max_tokens
+    ]
+    for entry in over:
+        scheduler.finish(entry)
+    return [entry.request.request_id for entry in over]
+
+
+def _prefill(scheduler: Scheduler) -> list[tuple[str, int, int]]:
+    """One prefill step: (request, start, length) of its chunks."""
+    batch = scheduler.next_batch()
+    assert isinstance(batch, PrefillBatch)
+    for chunk in batch.chunks:
+        chunk.entry.length += chunk.length
+    return [(chunk.entry.request.request_id, chunk.start, chunk.length) for chunk in batch.chunks]
+
+
+def test_members_wait_for_the_first_one_and_others_do_not() -> None:
+    """The first fills two pages; meanwhile a request behind the group prefills, then the members' rest."""
+    scheduler = Scheduler(PagePool(40, PAGE), 5, 64, RESERVE)
+    for name in range(3):
+        scheduler.add(Request(str(name), list(range(11)), SamplingParams(), group="g"))
+    scheduler.add(_request(3, 5, 4))
+    assert _prefill(scheduler) == [("0", 0, 11), ("3", 0, 5)]
+    assert _prefill(scheduler) == [("1", 8, 3), ("2", 8, 3)]
+
+
+def test_prompts_shorter_than_a_page_and_its_next_token_wait_for_nobody() -> None:
+    """Of four tokens the last one's draft entry depends on the answer, so a page of four is not shared."""
+    scheduler = Scheduler(PagePool(40, PAGE), 3, 64, RESERVE)
+    for name in range(3):
+        scheduler.add(Request(str(name), list(range(4)), SamplingParams(), group="g"))
+    assert _prefill(scheduler) == [("0", 0, 4), ("1", 0, 4), ("2", 0, 4)]
+
+
+def test_a_request_for_its_prompts_log_probabilities_computes_the_prompt() -> None:
+    """It takes no page, but others may take its own."""
+    scheduler = Scheduler(PagePool(40, PAGE), 3, 64, RESERVE)
+    params = [SamplingParams(prompt_logprobs=0), SamplingParams(prompt_logprobs=0), SamplingParams()]
+    for name, own in enumerate(params):
+        scheduler.add(Request(str(name), list(range(9)), own, group="g"))
+    assert _prefill(scheduler) == [("0", 0, 9), ("1", 0, 9)]
+    assert _prefill(scheduler) == [("2", 8, 1)]
+
+
+def test_admission_counts_the_pages_that_are_needed() -> None:
+    """A second member of a prompt of six pages starts where a stranger with such a prompt does not."""
+    for group, started in (("g", 2), (None, 1)):
+        pool = PagePool(11, PAGE)
+        scheduler = Scheduler(pool, 3, 64, RESERVE)
+        for name in range(3):
+            scheduler.add(Request(str(name), list(range(25)), SamplingParams(), group=group))
+        scheduler.next_batch()
+        # Eight pages for the first one's 29 slots; two of its own and a spare page for the second.
+        assert len(scheduler.running) == started
+        assert pool.free == (1 if group else 3)

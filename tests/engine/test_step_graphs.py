@@ -5,6 +5,7 @@ CUDA graphs are replaced by what they stand for: a step that is run again over t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +16,14 @@ from torch import Tensor
 from nextn.config import SpecConfig
 from nextn.engine import graphs, worker
 from nextn.engine.engine import Engine
+from nextn.engine.grammar import Grammar
 from nextn.engine.graphs import CATCH_UP, Shape, StepGraphs
 from nextn.engine.request import Request
 from nextn.engine.state import RING
 from nextn.engine.worker import Worker
 from nextn.models.weights import Models
 from tests.e2e.test_draft_state import _check_row
+from tests.grammars import grammar_engine, spell
 from tests.tiny import prompt_of, request, run, tiny_engine, tiny_models
 
 SPEC = SpecConfig(2, 4, 4)
@@ -127,6 +130,39 @@ def test_drafts_are_whole_after_plain_decoding_by_recorded_steps(
     assert len(engine.scheduler.running) == 3
     for entry in engine.scheduler.running:
         _check_row(engine, entry)
+
+
+@pytest.mark.parametrize("spec", [None, SPEC], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_steps_with_grammars_are_recorded_in_parts_and_give_the_same_text(
+    spec: SpecConfig | None, temperature: float, replays: list[Shape]
+) -> None:
+    """Rows with and without a grammar in padded batches; once none has one, plain graphs run again."""
+
+    def requests() -> list[Request]:
+        found = []
+        for i in range(ROWS + 3):
+            grammar = Grammar("regex", "[ab]{3,9}(,[ab]{1,9}){0,3}") if i % 3 else None
+            params = {
+                "temperature": temperature,
+                "seed": i,
+                "grammar": grammar,
+                "ignore_eos": grammar is None,
+            }
+            found.append(request(str(i), prompt_of(4 + 3 * i, i), max_tokens=30 + 8 * (i % 2), **params))
+        return found
+
+    def engine() -> Engine:
+        return grammar_engine(spec=spec, max_running_requests=ROWS, page_size=4, max_model_len=160)
+
+    expected = run(engine(), requests())
+    recorded = engine()
+    recorded.worker.capture(spec, ROWS)
+    assert run(recorded, requests()) == expected
+    assert {shape.any_grammar for shape in replays} == {False, True}
+    for each in requests():
+        if each.params.grammar is not None:
+            assert re.fullmatch("[ab]{3,9}(,[ab]{1,9}){0,3}", spell(expected[each.request_id]))
 
 
 @pytest.mark.usefixtures("replays")

@@ -91,14 +91,21 @@ def test_noise_does_not_depend_on_the_batch() -> None:
     assert len({tuple(row.tolist()) for row in whole}) == 3
 
 
-def reference_row(logits: list[float], knobs: Knobs, counts: list[int], seen: list[bool]) -> list[float]:
+def reference_row(
+    logits: list[float], knobs: Knobs, counts: list[int], seen: list[bool], position: int, word: int = -1
+) -> list[float]:
     """Processed log-probabilities of one node in plain Python; `counts` include the node's path."""
-    f32 = {name: torch.tensor(getattr(knobs, name), dtype=torch.float32).item() for name in FLOATS}
-    x = [-math.inf if math.isnan(logit) else logit for logit in logits]
+    f32 = {name: float32(getattr(knobs, name)) for name in FLOATS}
+    x = [-math.inf if math.isnan(logit) or not word >> v & 1 else logit for v, logit in enumerate(logits)]
+    for token in knobs.banned:
+        if position < knobs.ban_until:
+            x[token] = -math.inf
     for v, count in enumerate(counts):
         if count or seen[v]:
             x[v] = x[v] / f32["repetition"] if x[v] > 0 else x[v] * f32["repetition"]
         x[v] -= f32["frequency"] * count + f32["presence"] * (count > 0)
+    for token, bias in knobs.bias:
+        x[token] += float32(bias)
     if max(x) == -math.inf:
         return x
     if knobs.temperature == 0:
@@ -121,6 +128,10 @@ def reference_row(logits: list[float], knobs: Knobs, counts: list[int], seen: li
     return normalise([x[v] if v in kept else -math.inf for v in range(len(x))])
 
 
+def float32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
 FLOATS = ("temperature", "top_p", "min_p", "frequency", "presence", "repetition")
 
 
@@ -134,20 +145,27 @@ def normalise(x: list[float]) -> list[float]:
 @given(sampling_cases())
 def test_process_logits_equals_the_slow_reference(case: SamplingCase) -> None:
     """Every node's distribution is the per-row reference's, support included, for any mixture of rows."""
-    got = process_logits(case.logits, case.batch, case.path_tokens, case.path_valid)
+    got = process_logits(case.logits, case.batch, case.path_tokens, case.path_valid, case.positions)
     for b, knobs in enumerate(case.rows):
         for m in range(case.logits.shape[1]):
             counts = case.counts[b].tolist()
             for token in case.path_tokens[b, m][case.path_valid[b, m]].tolist():
                 counts[token] += 1
-            expected = reference_row(case.logits[b, m].tolist(), knobs, counts, case.prompt_seen[b].tolist())
+            expected = reference_row(
+                case.logits[b, m].tolist(),
+                knobs,
+                counts,
+                case.prompt_seen[b].tolist(),
+                int(case.positions[b, m]),
+                -1 if case.grammar is None else int(case.grammar[b, m, 0]),
+            )
             assert_close(got[b, m], torch.tensor(expected, dtype=torch.float64), "fp64", what=f"{b}, {m}")
 
 
 @given(sampling_cases())
 def test_float32_agrees_with_float64(case: SamplingCase) -> None:
     """In float32 the same tokens stay and their log-probabilities are the same to rounding."""
-    args = case.batch, case.path_tokens, case.path_valid
+    args = case.batch, case.path_tokens, case.path_valid, case.positions
     single = process_logits(case.logits.float(), *args)
     assert single.dtype == torch.float32
     assert_close(single, process_logits(case.logits, *args).float(), "fp32-logits")
@@ -159,12 +177,15 @@ def test_a_row_does_not_depend_on_the_batch(case: SamplingCase) -> None:
     vocab, nodes = case.logits.shape[-1], case.logits.shape[1]
     logits = case.logits.float()
     positions = torch.arange(nodes).expand(len(case.rows), -1)
-    whole = process_logits(logits, case.batch, case.path_tokens, case.path_valid)
+    whole = process_logits(logits, case.batch, case.path_tokens, case.path_valid, case.positions)
     scores = perturb(whole, case.batch, positions)
     for b, knobs in enumerate(case.rows):
         one = slice(b, b + 1)
         batch = sampling_batch([knobs], vocab, case.counts[one], case.prompt_seen[one])
-        alone = process_logits(logits[one], batch, case.path_tokens[one], case.path_valid[one])
+        if case.grammar is not None and (case.grammar[b] != -1).any():
+            batch = replace(batch, grammar=case.grammar[one])
+        path, own = (case.path_tokens[one], case.path_valid[one]), case.positions[one]
+        alone = process_logits(logits[one], batch, *path, own)
         assert_close(alone, whole[one], "bitwise")
         assert_close(perturb(alone, batch, positions[one]), scores[one], "bitwise")
 
@@ -193,16 +214,16 @@ def test_a_node_or_row_does_not_depend_on_the_number_around_it(vocab: int, dtype
 @given(sampling_cases())
 def test_path_counts_as_if_it_were_committed(case: SamplingCase) -> None:
     """Penalties along a node's ancestors are bit for bit those of plain decoding after the same tokens."""
-    whole = process_logits(case.logits, case.batch, case.path_tokens, case.path_valid)
+    whole = process_logits(case.logits, case.batch, case.path_tokens, case.path_valid, case.positions)
     for m in range(case.logits.shape[1]):
         counts = case.counts.clone()
         for b in range(len(case.rows)):
             for token in case.path_tokens[b, m][case.path_valid[b, m]].tolist():
                 counts[b, token] += 1
-        nothing = case.path_tokens[:, :1, :0]
-        plain = process_logits(
-            case.logits[:, m : m + 1], replace(case.batch, counts=counts), nothing, nothing.bool()
-        )
+        nothing, one = case.path_tokens[:, :1, :0], slice(m, m + 1)
+        grammar = None if case.grammar is None else case.grammar[:, one]
+        batch = replace(case.batch, counts=counts, grammar=grammar)
+        plain = process_logits(case.logits[:, one], batch, nothing, nothing.bool(), case.positions[:, one])
         assert_close(plain, whole[:, m : m + 1], "bitwise")
 
 
@@ -307,3 +328,55 @@ def test_child_values(tau: float) -> None:
     assert_close(values[1], logp[1], "bitwise")
     assert values[0, 0, 3] == -math.inf
     assert (values <= 0).all()
+
+
+def test_a_bias_is_added_behind_the_penalties_and_bans_end_at_their_position() -> None:
+    """2 / 2 + 1.5 for a token that is written and biased; a banned token is possible from ban_until on."""
+    knobs = Knobs(0.0, repetition=2.0, bias=((0, 1.5),), banned=(1,), ban_until=9)
+    counts = torch.tensor([[1, 0, 0]], dtype=torch.int32)
+    batch = sampling_batch([knobs], 3, counts)
+    nothing = torch.zeros(1, 2, 0, dtype=torch.int64)
+    logits = torch.tensor([2.0, 5.0, 1.0], dtype=torch.float64).expand(1, 2, 3)
+    logp = process_logits(logits, batch, nothing, nothing.bool(), torch.tensor([[8, 9]]))[0]
+    expected = torch.tensor([[2.5, -math.inf, 1.0], [2.5, 5.0, 1.0]], dtype=torch.float64)
+    assert_close(logp, expected.log_softmax(-1), "fp64")
+
+
+def test_a_node_whose_grammar_allows_nothing_picks_no_token() -> None:
+    """Others of its row are unaffected, and the last word's bits beyond the vocabulary are not read."""
+    words = torch.tensor([[[0, 0], [0, 1 << 3], [-1, ~(1 << 3)]]], dtype=torch.int32)
+    batch = sampling_batch([Knobs(0.0)], 36, grammar=words)
+    logits = torch.zeros(1, 3, 36)
+    logits[..., 35] = 1.0
+    nothing = torch.zeros(1, 3, 0, dtype=torch.int64)
+    logp = process_logits(logits, batch, nothing, nothing.bool())
+    assert pick(logp).tolist() == [[NO_TOKEN, 35, 0]]
+    assert sampling.unpack_bits(words[0, 1], 36).nonzero().flatten().tolist() == [35]
+
+
+@pytest.mark.parametrize("vocab", [6, 40, 5001])
+def test_token_logprobs_are_the_best_in_order_with_ties_to_the_lower_id(vocab: int) -> None:
+    """Beside each chosen token's own; short vocabularies leave entries of -inf."""
+    logp = torch.randint(0, 9, (2, 3, vocab)).double().log_softmax(-1)
+    tokens = torch.randint(0, vocab, (2, 3))
+    values, ids = sampling.token_logprobs(logp, tokens)
+    assert values.shape == ids.shape == (2, 3, 1 + sampling.MAX_LOGPROBS)
+    for b in range(2):
+        for m in range(3):
+            own = logp[b, m].float().tolist()
+            best = sorted(range(vocab), key=lambda v: (-own[v], v))[: sampling.MAX_LOGPROBS]
+            assert ids[b, m].tolist()[: 1 + len(best)] == [int(tokens[b, m]), *best]
+            assert values[b, m].tolist()[: 1 + len(best)] == [own[v] for v in [int(tokens[b, m]), *best]]
+            assert values[b, m, 1 + len(best) :].tolist() == [-math.inf] * (sampling.MAX_LOGPROBS - len(best))
+
+
+def test_logprobs_are_of_the_processed_distribution_or_the_model_s_own() -> None:
+    """By row; filtered tokens are -inf in the first and what the model says in the second."""
+    batch = sampling_batch([Knobs(0.5, top_k=1), Knobs(0.5, top_k=1)], 3)
+    batch = replace(batch, raw_logprobs=torch.tensor([False, True]))
+    logits = torch.tensor([1.0, 3.0, math.nan], dtype=torch.float64).expand(2, 1, 3)
+    values, ids = sampling.chosen_logprobs(logits, batch, torch.tensor([[1], [1]]))
+    assert ids[:, 0, :2].tolist() == [[1, 1], [1, 1]]
+    assert values[0, 0, :3].tolist() == [0.0, 0.0, -math.inf]
+    own = torch.tensor([1.0, 3.0], dtype=torch.float64).log_softmax(-1).float()
+    assert values[1, 0, :4].tolist() == [own[1], own[1], own[0], -math.inf]

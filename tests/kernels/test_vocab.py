@@ -190,7 +190,7 @@ def test_refusals_say_what_is_wrong() -> None:
         vocab.best_children(logits, batch, None, 4)
     with pytest.raises(AssertionError, match=r"noise must be torch\.float32"):
         vocab.best_children(logits, batch, logits.double(), 1)
-    with pytest.raises(AssertionError, match="filters need"):
+    with pytest.raises(AssertionError, match="filters, penalties"):
         vocab.best_children(logits, batch_of([Knobs(1.0, top_k=2)], 3), logits, 1)
     with pytest.raises(AssertionError, match="level must be"):
         vocab.pick_tokens(logits, batch, logits, logits[..., 0])

@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 
-from nextn.engine.request import FinishReason, Output, Request, SamplingParams
+from nextn.engine.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from nextn.errors import RequestError
 from nextn.server.app import create_app
 from nextn.server.bridge import Bridge
@@ -55,6 +55,8 @@ class FakeEngine:
             raise RequestError("the prompt has a token id outside 0..499", "prompt")
         if len(prompt_tokens) + params.max_tokens > self.max_model_len:
             raise RequestError("too long", "prompt")
+        if any(token >= 500 for token, _ in params.logit_bias):
+            raise RequestError("logit_bias has a token id outside 0..499", "logit_bias")
 
     def add(self, request: Request) -> None:
         self.threads.add(threading.get_ident())
@@ -85,7 +87,7 @@ class FakeEngine:
 
     def stats(self) -> Mapping[str, float]:
         names = ("running", "waiting", "generated_tokens", "cycles", "emitted", "pages", "pages_used")
-        return dict.fromkeys(names, 0.0)
+        return dict.fromkeys(names, 0.0) | {"running": float(len(self._open))}
 
     def close(self) -> None:
         self.closed = True
@@ -101,13 +103,15 @@ class FakeEngine:
             if reason is not None:
                 del self._open[request.request_id]
                 break
+        request.acceptance.record(len(taken), self.run_length)
         return _output(request, text, taken, reason)
 
     def _take(self, opened: _Open, token: int) -> tuple[str, FinishReason | None]:
         detokenizer, params = opened.detokenizer, opened.request.params
-        if token == 1 or token in params.stop_token_ids:
+        may_stop = len(opened.request.output_tokens) > params.min_tokens
+        if may_stop and (token == 1 or token in params.stop_token_ids):
             return detokenizer.flush() if detokenizer else "", "stop"
-        text = detokenizer.push(token) if detokenizer else ""
+        text = detokenizer.push(token, may_stop=may_stop) if detokenizer else ""
         if detokenizer and detokenizer.stopped is not None:
             return text, "stop"
         if len(opened.request.output_tokens) >= params.max_tokens:
@@ -116,6 +120,9 @@ class FakeEngine:
 
 
 def _output(request: Request, text: str, tokens: list[int], reason: FinishReason | None) -> Output:
+    params, first = request.params, len(request.output_tokens) == len(tokens)
+    begun: list[TokenLogprobs | None] = [None]
+    echoed = begun + [logprobs_of(token, params.prompt_logprobs or 0) for token in request.prompt_tokens[1:]]
     return Output(
         request.request_id,
         text,
@@ -123,7 +130,17 @@ def _output(request: Request, text: str, tokens: list[int], reason: FinishReason
         len(request.prompt_tokens),
         len(request.output_tokens),
         finish_reason=reason,
+        acceptance=request.acceptance,
+        logprobs=() if params.logprobs is None else tuple(logprobs_of(t, params.logprobs) for t in tokens),
+        prompt_logprobs=tuple(echoed) if first and params.prompt_logprobs is not None else None,
+        cached_tokens=4 * (request.choice > 0),
     )
+
+
+def logprobs_of(token: int, top: int) -> TokenLogprobs:
+    """What the scripted engine says of a token; one alternative is impossible."""
+    others = tuple((number, -0.5 * number) for number in range(top))
+    return TokenLogprobs(token, -token / 8, (*others[:-1], (499, float("-inf"))) if top > 1 else others)
 
 
 @dataclass

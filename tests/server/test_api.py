@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -214,7 +216,7 @@ def test_unknown_paths_and_methods_are_errors_in_openai_s_shape(
 ) -> None:
     answer = httpx.request(method, shared.url + path)
     assert answer.status_code == status
-    assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+    assert answer.json()["error"].keys() == {"message", "type", "param", "code", "request_id"}
 
 
 def test_health_is_ok_while_requests_are_taken(shared: Running) -> None:
@@ -223,9 +225,16 @@ def test_health_is_ok_while_requests_are_taken(shared: Running) -> None:
 
 
 def test_openapi_describes_the_bodies(shared: Running) -> None:
-    paths = httpx.get(shared.url + "/openapi.json").json()["paths"]
-    schema = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert "messages" in schema["properties"]
+    """Every reference leads somewhere within the document."""
+    document = httpx.get(shared.url + "/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+        content = document["paths"][path]["post"]["requestBody"]["content"]
+        name = content["application/json"]["schema"]["$ref"].removeprefix("#/components/schemas/")
+        assert "properties" in schemas[name]
+    named = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)))
+    assert named <= schemas.keys()
+    assert not re.search(r'"#/\$defs', json.dumps(document))
 
 
 def test_only_the_right_key_is_let_in(engine: FakeEngine) -> None:

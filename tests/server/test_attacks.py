@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import ANSWER
-from tests.server.fake import FakeEngine, Running, running_server
+from tests.server.fake import FakeEngine, Running, running_server, wait_until
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 JSON = {"content-type": "application/json"}
@@ -50,6 +50,12 @@ def test_a_number_of_thousands_of_digits_is_refused(
         '"prompt": [[1], [N]]',
         '"prompt": N',
         '"an_unknown_field": N',
+        '"min_tokens": N',
+        '"logit_bias": {"N": 1}',
+        '"guided_json": N',
+        '"guided_regex": N',
+        '"response_format": {"type": N}',
+        '"stream": true, "stream_options": {"include_usage": N}',
     ],
 )
 @pytest.mark.parametrize("sign", ["", "-"])
@@ -61,6 +67,118 @@ def test_no_number_of_thousands_of_digits_makes_the_server_fail(
     answer = _post(shared, "completions", content.encode())
     assert answer.status_code == 400, answer.text
     assert len(answer.text) < 1000
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"top_logprobs": N',
+        '"tools": N',
+        '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"minimum": N}}}]',
+        '"tool_choice": N',
+        '"parallel_tool_calls": N',
+        '"chat_template_kwargs": {"a": N}',
+        '"messages": [{"role": "user", "content": N}]',
+        '"messages": [{"role": N, "content": "a"}]',
+        '"messages": [{"role": "tool", "content": "a", "tool_call_id": N}]',
+        '"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "index": N, "function": {}}]}]',
+    ],
+)
+def test_no_number_of_thousands_of_digits_makes_a_chat_fail(shared: Running, field: str) -> None:
+    messages = "" if field.startswith('"messages"') else json.dumps(CHAT)[1:-1] + ", "
+    answer = _post(shared, "chat/completions", f"{{{messages}{field.replace('N', '9' * 4300)}}}".encode())
+    assert answer.status_code in (200, 400), answer.text  # a template may leave its argument unused
+    assert len(answer.text) < 2000
+
+
+@pytest.mark.parametrize("digits", [4300, 4301])
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"guided_json": {"maximum": N}',
+        '"guided_json": "{\\"maximum\\": N}"',
+        '"structured_outputs": {"json": {"enum": [N]}}',
+        '"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"maxItems": N}}}',
+    ],
+)
+def test_a_schema_s_long_number_is_passed_on_or_refused(shared: Running, field: str, digits: int) -> None:
+    """Python reads and writes one of 4300 digits, but no longer one."""
+    answer = _post(shared, "completions", f'{{"prompt": "a", {field.replace("N", "9" * digits)}}}'.encode())
+    assert answer.status_code in (200, 400), answer.text
+    assert len(answer.text) < 1000
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 60_000, '{"a":' * 12_000, '{"a": 1e999}', '{"a": ' + "9" * 4301 + "}"]
+)
+def test_a_schema_in_a_string_is_as_bounded_as_one_in_the_body(shared: Running, text: str) -> None:
+    for name in ("guided_json", "json_schema"):
+        answer = _post(shared, "chat/completions", json.dumps(CHAT | {name: text}).encode())
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+@pytest.mark.parametrize("field", ['"logit_bias": {"5": N}', '"min_p": N', '"guided_json": {"maximum": N}'])
+def test_what_is_no_number_is_refused(shared: Running, field: str, number: str) -> None:
+    answer = _post(shared, "completions", f'{{"prompt": "a", {field.replace("N", number, 1)}}}'.encode())
+    assert answer.status_code == 400, answer.text
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{" * 50_000,
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\xff"}',
+        b'{"tokens": [' + b"9" * 4300 + b"]}",
+        b'{"prompt": "' + b"a" * (2**20 + 1) + b'"}',
+        b'{"tokens": [' + b"1," * (2**20) + b"1]}",
+    ],
+    ids=lambda content: repr(content[:30]) if isinstance(content, bytes) else content,
+)
+def test_what_cannot_be_tokenised_is_refused(shared: Running, path: str, content: bytes) -> None:
+    answer = httpx.post(shared.url + path, content=content, headers=JSON, timeout=60)
+    assert answer.status_code == 400, answer.text
+    assert len(answer.text) < 1000
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"guided_json": D',
+        '"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": D}}',
+        '"structured_outputs": {"json": D}',
+        '"metadata": D',
+        '"logit_bias": D',
+        '"stop": D',
+    ],
+)
+def test_nesting_within_the_parser_s_limit_is_answered(shared: Running, field: str) -> None:
+    deep = '{"a": ' * 150 + "{}" + "}" * 150
+    answer = _post(shared, "completions", f'{{"prompt": "a", {field.replace("D", deep)}}}'.encode())
+    assert answer.status_code in (200, 400), answer.text
+
+
+def test_a_client_that_does_not_read_holds_up_nobody(engine: FakeEngine) -> None:
+    """Its answer waits in its connection; others are served meanwhile, and its leaving is noticed."""
+    engine.script = lambda _: [40] * 20_000
+    engine.max_model_len = 30_000
+    with running_server(engine) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        body = json.dumps(CHAT | {"stream": True, "logprobs": True, "top_logprobs": 20}).encode()
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(head.encode() + body)
+            for _ in range(3):
+                answer = _post(running, "completions", b'{"prompt": "a", "max_tokens": 5}')
+                assert answer.status_code == 200
+        wait_until(lambda: running.bridge.num_open == 0)
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])

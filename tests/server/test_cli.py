@@ -17,7 +17,7 @@ import pytest
 from nextn.config import EngineConfig, SpecConfig
 from nextn.engine.flags import engine_config
 from nextn.errors import ConfigError
-from nextn.server.cli import TrafficLog, bound, build_parser, main, serve
+from nextn.server.cli import TrafficLog, _api_key, bound, build_parser, main, serve
 from tests.server.fake import FakeEngine
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +51,8 @@ with bound("127.0.0.1", 0) as sockets:
         (["--host", "a..b"], "--host a..b"),
         (["--host", "192.0.2.1", "--port", "0"], "--host 192.0.2.1"),
         (["--api-key", ""], "--api-key"),
+        (["--cors-origin", "*"], "--cors-origin '*' is no origin"),
+        (["--cors-origin", "https://a.example/"], "--cors-origin"),
         (["--served-model-name", ""], "--served-model-name"),
         (["/no/such/directory", "--port", "0"], "/no/such/directory"),
         ([""], "MODEL is empty"),
@@ -170,10 +172,38 @@ def test_auto_says_that_there_is_no_cost_table(caplog: pytest.LogCaptureFixture)
     assert "2/4/4" in caplog.text
 
 
-def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _key(*flags: str) -> str | None:
+    return _api_key(build_parser().parse_args(list(flags)))
+
+
+def test_the_key_comes_from_a_flag_a_file_or_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("NEXTN_API_KEY", raising=False)
+    assert _key() is None
     monkeypatch.setenv("NEXTN_API_KEY", "from-env")
-    assert build_parser().parse_args([]).api_key == "from-env"
-    assert build_parser().parse_args(["--api-key", "given"]).api_key == "given"
+    assert _key() == "from-env"
+    assert _key("--api-key", "given") == "given"
+    (tmp_path / "key").write_text("from-file\n", encoding="utf-8")
+    assert _key("--api-key-file", str(tmp_path / "key")) == "from-file"
+    with pytest.raises(ConfigError, match="exclude each other"):
+        _key("--api-key-file", str(tmp_path / "key"), "--api-key", "x")
+
+
+@pytest.mark.parametrize(("content", "words"), [(b"", "is empty"), (b" \n", "is empty"), (b"\xff", "UTF-8")])
+def test_a_key_file_without_key_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "key").write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        _key("--api-key-file", str(tmp_path / "key"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        _key("--api-key-file", str(tmp_path / "none"))
+
+
+def test_an_empty_key_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would leave the server open where somebody meant to close it."""
+    monkeypatch.setenv("NEXTN_API_KEY", "")
+    with pytest.raises(ConfigError, match="NEXTN_API_KEY is empty"):
+        _key()
 
 
 def test_the_traffic_log_shows_differences(caplog: pytest.LogCaptureFixture) -> None:

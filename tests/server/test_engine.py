@@ -99,13 +99,14 @@ def test_the_text_is_the_same_with_and_without_drafts_and_streams(checkpoint: Pa
 
 def test_usage_tells_what_speculation_did(checkpoint: Path) -> None:
     with running_server(_engine(checkpoint, SpecConfig(2, 4, 4))) as running:
-        body = {"prompt": "The quick", "max_tokens": 20, "ignore_eos": True}
+        body = {"prompt": "The quick", "max_tokens": 20, "ignore_eos": True, "include_speculation": True}
         usage = httpx.post(running.url + "/v1/completions", json=body, timeout=60).json()["usage"]
     told = usage["speculation"]
     assert usage["completion_tokens"] == 20
     assert told["drafted_tokens"] == 3 * told["cycles"]
     # The first token comes from the prompt; a last cycle may bring more than was asked for.
     assert 19 <= told["cycles"] + told["accepted_tokens"] <= 21
+    assert sum(told["accepted_by_position"]) == told["accepted_tokens"]
     assert told["acceptance_length"] == pytest.approx(1 + told["accepted_tokens"] / told["cycles"], abs=1e-3)
 
 

@@ -99,11 +99,27 @@ def test_a_full_server_says_429_and_takes_requests_again(engine: FakeEngine) -> 
             connection.close()
 
 
-def test_several_prompts_count_as_several_requests(engine: FakeEngine) -> None:
+@pytest.mark.parametrize("body", [{"prompt": ["a", "b"]}, {"prompt": "a", "n": 2}])
+def test_several_answers_count_as_several_requests(engine: FakeEngine, body: dict[str, Any]) -> None:
+    with running_server(_endless(engine), max_open=2) as running:
+        connection = _send(running, BODY | {"stream": True})
+        wait_until(lambda: running.bridge.num_open == 1)
+        assert httpx.post(running.url + "/v1/completions", json=body).status_code == 429
+        connection.close()
+        wait_until(lambda: running.bridge.num_open == 0)
+        assert httpx.post(running.url + "/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param"), [({"prompt": ["a", "b", "c"]}, "prompt"), ({"prompt": ["a", "b"], "n": 2}, "n")]
+)
+def test_more_answers_than_the_server_ever_gives_at_once_are_refused_for_good(
+    engine: FakeEngine, body: dict[str, Any], param: str
+) -> None:
+    """Not with 429: a client would try again and again."""
     with running_server(engine, max_open=2) as running:
-        refused = httpx.post(running.url + "/v1/completions", json={"prompt": ["a", "b", "c"]})
-        assert refused.status_code == 429
-        assert httpx.post(running.url + "/v1/completions", json={"prompt": ["a", "b"]}).status_code == 200
+        refused = httpx.post(running.url + "/v1/completions", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
 def test_a_failing_engine_ends_every_request_with_an_error(

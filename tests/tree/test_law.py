@@ -18,6 +18,9 @@ SETTINGS = {
     "T=1 top_p": Knobs(1.0, top_p=0.8),
     "T=0.8 min_p": Knobs(0.8, min_p=0.15),
     "T=1.3 all": Knobs(1.3, top_k=4, top_p=0.9, min_p=0.05),
+    "T=1 bias": Knobs(1.0, bias=((0, 1.5), (3, -2.0))),
+    "T=0.9 bans": Knobs(0.9, banned=(1, 3), ban_until=4),
+    "T=1.1 bias and bans": Knobs(1.1, top_p=0.9, bias=((2, 1.0),), banned=(2, 4), ban_until=3),
 }
 SHAPES = ("1/1/2", "1/3/4", "2/2/4", "2/4/4", "3/1/4", "3/3/8", "4/2/10")
 PENALTIES = Knobs(1.0, frequency=0.4, presence=0.3, repetition=1.3)
@@ -69,6 +72,7 @@ def test_chi_square_sees_a_wrong_law() -> None:
 
 
 MIXED = [*SETTINGS.values(), Knobs(0.0), Knobs(0.0, repetition=1.5), PENALTIES, Knobs(0.4, presence=-0.8)]
+MIXED += [Knobs(0.0, bias=((1, 1.0), (5, -3.0)), banned=(2, 0), ban_until=9, frequency=0.2)]
 
 
 @pytest.mark.parametrize("coupled", [True, False])
@@ -143,3 +147,16 @@ def test_penalties_repeat_less() -> None:
         return sum(16 - len(set(text)) for text in tokens.tolist()) / len(tokens)
 
     assert repeats(PENALTIES) < repeats(Knobs(1.0)) - 0.5
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_grammar_at_each_node_gives_the_text_of_plain_decoding(shape: str) -> None:
+    """Masks of the nodes alone decide, though the draft does not know them; no text leaves the grammar."""
+    toy = Toy.random(vocab=8, seed=14)
+    allowed = torch.tensor([0b11010, 0b1, 0b11111111, 0b10100100, 0b110, 0b1001000, 0b11, 0b10000000])
+    grammar = allowed.int().unsqueeze(1)
+    rows = [row for knobs in MIXED for row in seeds(knobs, 10)]
+    plain = run(toy, rows, 24, None, grammar=grammar).tokens
+    assert torch.equal(run(toy, rows, 24, SpecConfig.parse(shape), grammar=grammar).tokens, plain)
+    before = torch.cat((torch.full_like(plain[:, :1], PROMPT[1]), plain[:, :-1]), dim=1)
+    assert (allowed[before] >> plain & 1).all()

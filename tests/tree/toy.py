@@ -49,8 +49,18 @@ class Run:
     accepted: Tensor
 
 
-def run(toy: Toy, rows: Sequence[Knobs], length: int, spec: SpecConfig | None, coupled: bool = True) -> Run:
-    """Emit `length` tokens a row, by plain decoding where `spec` is None."""
+def run(
+    toy: Toy,
+    rows: Sequence[Knobs],
+    length: int,
+    spec: SpecConfig | None,
+    coupled: bool = True,
+    grammar: Tensor | None = None,
+) -> Run:
+    """Emit `length` tokens a row, by plain decoding where `spec` is None.
+
+    grammar: [V, 1] int32, the tokens that may follow each token; only verification knows it.
+    """
     b = len(rows)
     batch = sampling_batch(rows, toy.vocab)
     batch.prompt_seen[:, list(PROMPT)] = True
@@ -61,7 +71,8 @@ def run(toy: Toy, rows: Sequence[Knobs], length: int, spec: SpecConfig | None, c
     cycles = torch.zeros(b)
     while int(done.min()) < length:
         tree = draft_tree(toy, batch, last, done + 2, spec, coupled) if spec else DraftTree.plain(last[:, 1])
-        accepted = verify(toy, batch, last, done + 2, tree, width)
+        masked = batch if grammar is None else replace(batch, grammar=grammar[tree.tokens])
+        accepted = verify(toy, masked, last, done + 2, tree, width)
         running = done < length
         last, done = commit(batch, accepted, out, last, done, running)
         cycles += running
@@ -74,11 +85,12 @@ def draft_tree(
     """Grow a tree below the root `last[:, 1]`, whose children choose the token of position `first` [B]."""
 
     def children(paths: Tensor, valid: Tensor, level: int) -> tuple[Tensor, Tensor]:
+        positions = (first + level - 1).unsqueeze(1).expand(paths.shape[:2])
         context = torch.cat((last.unsqueeze(1).expand(-1, paths.shape[1], -1), paths), dim=-1)[..., -2:]
-        logp = process_logits(toy.draft[context[..., 0], context[..., 1]], batch, paths, valid)
+        logp = process_logits(toy.draft[context[..., 0], context[..., 1]], batch, paths, valid, positions)
         if not coupled:
             return grow.top_children(logp, logp, spec.topk)
-        scores = perturb(logp, batch, (first + level - 1).unsqueeze(1))
+        scores = perturb(logp, batch, positions[:, :1])
         return grow.top_children(scores, child_values(scores, logp, batch), spec.topk)
 
     tokens, values = children(*DraftTree.plain(last[:, 1]).path_tokens(), level=1)
@@ -95,8 +107,9 @@ def verify(
     """The target's choice after every node, and the longest path on which the draft agrees."""
     parent = tree.tokens.gather(1, tree.parents.clamp(min=0))
     before = torch.where(tree.parents < 0, last[:, :1], parent)
-    logp = process_logits(toy.target[before, tree.tokens], batch, *tree.path_tokens())
-    scores = perturb(logp, batch, first.unsqueeze(1) + tree.depth)
+    positions = first.unsqueeze(1) + tree.depth
+    logp = process_logits(toy.target[before, tree.tokens], batch, *tree.path_tokens(), positions)
+    scores = perturb(logp, batch, positions)
     return accept(tree, pick(scores), width)
 
 
@@ -119,13 +132,18 @@ def exact_law(toy: Toy, knobs: Knobs, length: int) -> Tensor:
     """The probability of every text of `length` tokens, [V] * length, for knobs without penalties."""
     batch = sampling_batch([knobs], toy.vocab)
     nothing = torch.zeros(1, toy.vocab**2, 0, dtype=torch.int64)
-    step = process_logits(toy.target.flatten(0, 1).unsqueeze(0), batch, nothing, nothing.bool())
-    step = step.exp().view(toy.target.shape)  # [V, V, V] probability of the third after the first two
-    law = step[PROMPT]  # [V]
+
+    def step(position: int) -> Tensor:
+        """[V, V, V] probability of the third token, at `position`, after the first two."""
+        where = nothing[..., :1].sum(-1) + position
+        logits = toy.target.flatten(0, 1).unsqueeze(0)
+        return process_logits(logits, batch, nothing, nothing.bool(), where).exp().view(toy.target.shape)
+
+    law = step(len(PROMPT))[PROMPT]  # [V]
     previous = torch.full((toy.vocab,), PROMPT[1])
     texts = torch.arange(toy.vocab)
-    for _ in range(length - 1):
-        law = (law.unsqueeze(1) * step[previous, texts]).flatten()
+    for position in range(len(PROMPT) + 1, len(PROMPT) + length):
+        law = (law.unsqueeze(1) * step(position)[previous, texts]).flatten()
         previous, texts = texts.repeat_interleave(toy.vocab), torch.arange(toy.vocab).repeat(texts.shape[0])
     return law
 

@@ -13,7 +13,7 @@ never change what a row without penalties, filters or temperature gets.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ MULTIPLIERS = (0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 CPU_BLOCK = 32768  # words at a time: what one round writes stays in the cache (2 to 7 times as fast)
 
+MAX_LOGPROBS = 20
+"""Alternatives whose log-probabilities go beside each chosen token's."""
+
 MAX_CHILDREN = 64
 """Children a node that the vocabulary kernel finds; more take plain torch."""
 
@@ -40,7 +43,12 @@ class SamplingBatch:
     """How each row of a batch chooses its tokens.
 
     The flags are host booleans, true when at least one row needs that work. temperature 0 is greedy: no
-    noise, no filters. top_k 0, top_p 1, min_p 0, frequency 0, presence 0, repetition 1 are off.
+    noise, no filters. top_k 0, top_p 1, min_p 0, frequency 0, presence 0, repetition 1 are off. What only
+    `any_bias` or `any_logprobs` reads may be None without it.
+
+    bias_ids, bias_values: what is added to single tokens. Unused entries add -0.0, which changes no bit, to
+    any token. banned_ids: tokens that cannot be chosen for a position before `ban_until`; -1 where unused.
+    grammar: bit v % 32 of word v / 32 says whether token v may follow node m; None where nobody asks.
     """
 
     temperature: Tensor  # [B] float32
@@ -57,26 +65,141 @@ class SamplingBatch:
     any_sampled: bool
     any_filter: bool
     any_penalty: bool
+    any_bias: bool = False
+    any_logprobs: bool = False
+    bias_ids: Tensor | None = None  # [B, 300] int64
+    bias_values: Tensor | None = None  # [B, 300] float32
+    banned_ids: Tensor | None = None  # [B, 32] int64
+    ban_until: Tensor | None = None  # [B] int64, absolute position
+    raw_logprobs: Tensor | None = None  # [B] bool, log-probabilities before all processing
+    grammar: Tensor | None = None  # [B, M, ceil(V / 32)] int32
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether anything but temperature and noise comes between the logits and the choice."""
+        return self.any_filter or self.any_penalty or self.any_bias or self.grammar is not None
+
+    def adjusted(self) -> SamplingBatch:
+        """The batch for logits that `adjust_logits` has been over: temperature and noise are left."""
+        return replace(self, any_filter=False, any_penalty=False, any_bias=False, grammar=None)
 
 
-def process_logits(logits: Tensor, batch: SamplingBatch, path_tokens: Tensor, path_valid: Tensor) -> Tensor:
+def process_logits(
+    logits: Tensor,
+    batch: SamplingBatch,
+    path_tokens: Tensor,
+    path_valid: Tensor,
+    positions: Tensor | None = None,
+) -> Tensor:
     """The processed log-probabilities of every node, [B, M, V] float32 (float64 for float64 logits).
 
     logits [B, M, V]; path_tokens [B, M, L] int64 and path_valid [B, M, L] bool are the draft tokens from
-    below the root down to the node itself, which penalties count beside `counts`. Order: penalties,
-    temperature (rows with T = 0 stay as they are and skip the filters), min_p, top_k, top_p on what
-    remains, renormalise. Filtered tokens are -inf. NaN logits count as -inf and +inf as the largest
-    float; a node with no finite logit gets -inf throughout.
+    below the root down to the node itself, which penalties count beside `counts`; positions [B, M] int64 of
+    the tokens to be chosen, needed with `any_bias`. NaN logits count as -inf and +inf as the largest float;
+    a node with no finite logit gets -inf throughout.
+
+    The order: what the grammar forbids and what is banned at the position goes to -inf; penalties; bias;
+    temperature (rows with T = 0 stay as they are and skip the filters); min_p; top_k; top_p on what remains;
+    renormalised, so that what is impossible is -inf. Penalties multiply a logit, so it matters that the bias
+    is added after them: it moves the score that the penalties left by just what was asked. Drafting,
+    verification, plain decoding and prefill all choose through this one function.
     """
-    x = logits if logits.dtype == torch.float64 else logits.float()
-    if batch.any_penalty:
-        x = _penalise(x, batch, path_tokens, path_valid)
-    x = torch.nan_to_num(x, nan=-math.inf, neginf=-math.inf)
+    return normalise(adjust_logits(logits, batch, path_tokens, path_valid, positions), batch)
+
+
+def normalise(x: Tensor, batch: SamplingBatch) -> Tensor:
+    """Log-probabilities of what `adjust_logits` returns: tempered in rows with T > 0."""
     if batch.any_sampled:
         x = _temper(x, batch)
-        if batch.any_filter:
-            x = x.masked_fill(~_filter(x, batch), -math.inf)
     return torch.nan_to_num(x.log_softmax(-1), nan=-math.inf, neginf=-math.inf)
+
+
+def adjust_logits(
+    logits: Tensor,
+    batch: SamplingBatch,
+    path_tokens: Tensor,
+    path_valid: Tensor,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """`process_logits` before temperature: penalised and biased logits, -inf where a token is impossible."""
+    x = logits if logits.dtype == torch.float64 else logits.float()
+    if batch.grammar is not None:
+        x = x.masked_fill(~unpack_bits(batch.grammar, x.shape[-1]), -math.inf)
+    if batch.any_penalty:
+        x = _penalise(x, batch, path_tokens, path_valid)
+    if batch.any_bias:
+        x = _bias(x, batch, positions)
+    x = torch.nan_to_num(x, nan=-math.inf, neginf=-math.inf)
+    if batch.any_sampled and batch.any_filter:
+        x = x.masked_fill(~_filter(_temper(x, batch), batch), -math.inf)
+    return x
+
+
+def unpack_bits(words: Tensor, count: int) -> Tensor:
+    """The first `count` bits of words [..., n] int32, lowest bit first: [..., count] bool."""
+    places = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(-1) >> places) & 1).flatten(-2)[..., :count].bool()
+
+
+def token_logprobs(logp: Tensor, tokens: Tensor, best: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of `tokens` [...] and, behind them, of the MAX_LOGPROBS best: both [..., 1 + 20].
+
+    logp [..., V] log-probabilities; best [..., min(20, V)]: the ids, where they are known. Values float32 and
+    ids int64, the best in descending order of the rounded value, ties to the lower id; id -1 and -inf where
+    the vocabulary ends before.
+    """
+    single = logp.float()
+    own = single.gather(-1, tokens.clamp(min=0).unsqueeze(-1))
+    count = min(MAX_LOGPROBS, single.shape[-1])
+    if best is None:
+        best, _ = top_children(single, single, count)
+    values = single.gather(-1, best)
+    missing = (0, MAX_LOGPROBS - count)
+    return (
+        torch.cat((own, F.pad(values, missing, value=-math.inf)), dim=-1),
+        torch.cat((tokens.unsqueeze(-1), F.pad(best, missing, value=NO_TOKEN)), dim=-1),
+    )
+
+
+def asked_logprobs(logits: Tensor, adjusted: Tensor, batch: SamplingBatch) -> Tensor:
+    """Log-probabilities of nodes [B, M, V] float32, as each row asks for them.
+
+    Of the processed distribution, or of the model's own in rows with `raw_logprobs`. adjusted: what
+    `adjust_logits` makes of `logits` [B, M, V].
+    """
+    assert batch.raw_logprobs is not None, "log-probabilities need to know which rows want raw ones"
+    raw = _per_row(batch.raw_logprobs)
+    return torch.where(raw, raw_logprobs(logits), normalise(adjusted, batch)).float()
+
+
+def chosen_logprobs(
+    logits: Tensor,
+    batch: SamplingBatch,
+    tokens: Tensor,
+    path: tuple[Tensor, Tensor] | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`token_logprobs` of `tokens` [B, M] that nodes with `logits` [B, M, V] chose, see `asked_logprobs`.
+
+    path, positions: as in `process_logits`.
+    """
+    adjusted = adjust_logits(logits, batch, *path_or_none(logits, batch, path), positions)
+    return token_logprobs(asked_logprobs(logits, adjusted, batch), tokens)
+
+
+def raw_logprobs(logits: Tensor) -> Tensor:
+    """The model's own log-probabilities of logits [..., V], float32 or float64."""
+    x = logits if logits.dtype == torch.float64 else logits.float()
+    x = torch.nan_to_num(x, nan=-math.inf, neginf=-math.inf)
+    return torch.nan_to_num(x.log_softmax(-1), nan=-math.inf, neginf=-math.inf)
+
+
+def for_nodes(batch: SamplingBatch, nodes: Tensor) -> SamplingBatch:
+    """The same rows where only `nodes` [B, W] int64 of each are looked at: what is per node is gathered."""
+    if batch.grammar is None:
+        return batch
+    index = nodes.unsqueeze(-1).expand(-1, -1, batch.grammar.shape[-1])
+    return replace(batch, grammar=batch.grammar.gather(1, index))
 
 
 def perturb(logp: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
@@ -140,14 +263,16 @@ def best_children(
     k: int,
     tau: float = 1.0,
     path: tuple[Tensor, Tensor] | None = None,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k best next tokens of each draft node and their values: tokens [B, M, k] int64, values [B, M, k].
 
     logits [B, M, V]; noise [B, 1, V or 1] of the position that they are chosen for, None ranks by the
-    distribution alone; path: what `process_logits` counts below the root, needed with penalties. Values are
-    log-probabilities (see `child_values`), -inf where the model computed nothing.
+    distribution alone; path: what `process_logits` counts below the root, needed with penalties; positions
+    [B, M]: of the children, needed with biases and bans. Values are log-probabilities (see `child_values`),
+    -inf where the model computed nothing.
     """
-    logp = process_logits(logits, batch, *_path(logits, batch, path))
+    logp = process_logits(logits, batch, *path_or_none(logits, batch, path), positions)
     scores = logp if noise is None else logp + noise
     values = logp if noise is None else child_values(scores, logp, batch, tau)
     tokens, chosen = top_children(scores, values, k)
@@ -160,13 +285,14 @@ def pick_tokens(
     noise: Tensor,
     level: Tensor,
     path: tuple[Tensor, Tensor] | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """The token of each node [B, M] int64, `NO_TOKEN` where it has no finite logit; ties to the lower id.
 
     logits [B, M, V]; noise [B, levels, V or 1] from `level_noise`, of which node m takes noise[row,
-    level[row, m]]; level [B, M] int64 (a tree's depth); path as in `best_children`.
+    level[row, m]]; level [B, M] int64 (a tree's depth); path and positions as in `best_children`.
     """
-    logp = process_logits(logits, batch, *_path(logits, batch, path))
+    logp = process_logits(logits, batch, *path_or_none(logits, batch, path), positions)
     return pick(add_noise(logp, noise, level))
 
 
@@ -216,7 +342,9 @@ def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
     return (product >> 32) + word, product & WORD
 
 
-def _path(logits: Tensor, batch: SamplingBatch, path: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+def path_or_none(
+    logits: Tensor, batch: SamplingBatch, path: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
     """`path`, or an empty one where nobody counts it."""
     if path is not None:
         return path
@@ -252,6 +380,25 @@ def _penalise(x: Tensor, batch: SamplingBatch, path_tokens: Tensor, path_valid: 
     x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
     x = x - _per_row(batch.frequency).to(x.dtype) * counts
     return x - _per_row(batch.presence).to(x.dtype) * written
+
+
+def _bias(x: Tensor, batch: SamplingBatch, positions: Tensor | None) -> Tensor:
+    """Add each row's biases, and -inf to its banned tokens at positions before `ban_until`.
+
+    One scatter does both. Ids are distinct but for entries that add -0.0, so the order of sums is no matter.
+    """
+    assert positions is not None, "bans depend on the position"
+    assert batch.bias_ids is not None
+    assert batch.bias_values is not None
+    assert batch.banned_ids is not None
+    assert batch.ban_until is not None
+    shape = (-1, x.shape[1], -1)
+    early = (positions < batch.ban_until.unsqueeze(1)).unsqueeze(-1)  # [B, M, 1]
+    banned = batch.banned_ids.unsqueeze(1)
+    ban = torch.where(early & (banned >= 0), -math.inf, -0.0).to(x.dtype)  # [B, M, 32]
+    ids = torch.cat((batch.bias_ids.unsqueeze(1), banned.clamp(min=0)), dim=-1).expand(shape)
+    values = torch.cat((batch.bias_values.to(x.dtype).unsqueeze(1).expand(shape), ban), dim=-1)
+    return x.scatter_add(2, ids, values)
 
 
 def _temper(x: Tensor, batch: SamplingBatch) -> Tensor:

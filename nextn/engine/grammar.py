@@ -1,0 +1,412 @@
+"""Constraints on a request's text: which tokens a grammar lets follow, for every node of a tree.
+
+llguidance compiles and matches (docs/structured-output.md says why); without it a request with a grammar is
+refused. A node's mask is a function of the tokens before it alone, so speculation changes no text. Schemas
+come from strangers: their size, depth and cost are bounded, and what cannot be enforced is refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from nextn.engine.structural_tag import structural_tag
+from nextn.errors import RequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from nextn.text import Tokenizer
+
+GrammarKind = Literal["json", "json_schema", "regex", "ebnf", "structural_tag"]
+
+MAX_TEXT = 65_536
+"""Characters of a schema, an expression or rules."""
+MAX_DEPTH = 64
+"""Nesting of a schema."""
+MAX_CACHED = 32
+"""Compiled grammars kept; the least recently used one goes first."""
+COMPILE_SECONDS = 10.0
+"""How long a request waits for its grammar; the limits below end the work itself sooner."""
+LIMITS = {
+    "initial_lexer_fuel": 100_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+"""What llguidance may spend on a grammar and on one mask: the worst expressions tried take 0.25 s and 15 MB
+to compile and 20 ms a mask. With the first limit at its default, ten times this, one mask takes 6 s."""
+
+WHITESPACE = r"\x20|\n\x20{0,32}"
+"""Between JSON's parts: one space, or a line break and its indent. Without a bound a model may never end."""
+JSON_OPTIONS = {
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_pattern": WHITESPACE,
+    "coerce_one_of": False,
+    "lenient": False,
+}
+SLICES = (
+    r"[\x20\x0A\x0D\x09]+",
+    *(rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (2, 4, 6, 8, 10, 12, 14, 16, 24, 32)),
+    r'[^"\\\x00-\x1F\x7F]+',
+)
+"""Sets of tokens that a mask takes as a whole. The library's own know strings of 10 and 30 characters: with
+these, strings of a bounded length cost half as much, and the vocabulary a quarter of a second more."""
+MAKE_SECONDS = 0.005
+"""A grammar that is ready sooner is made anew for each request: masks can then be made side by side."""
+ANY_OBJECT = '{"type": "object"}'
+
+_CORES = len(os.sched_getaffinity(0))
+_MASKERS = ThreadPoolExecutor(min(8, _CORES // 2), "masks") if _CORES >= 4 else None
+_WORKERS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
+"""Compile for all engines of the process: a hostile grammar holds up other grammars, but no request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a request's text must match: any JSON object, a JSON schema, a regular expression, or EBNF rules.
+
+    ebnf: GBNF (`root ::= ...`) or Lark. structural_tag: see `structural_tag.py`. text is empty for "json".
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Every token's bytes as they appear in the text; empty where a token adds none, so no grammar takes it.
+
+    encode: the tokenizer's own split of a text: what a grammar forces is written as the model would write it.
+    """
+
+    tokens: tuple[bytes, ...]
+    eos: frozenset[int]
+    encode: Callable[[str], list[int]]
+
+    @staticmethod
+    def of(tokenizer: Tokenizer, size: int, eos: frozenset[int]) -> Vocabulary:
+        """The tokens of a checkpoint's tokenizer, for a model of `size` tokens."""
+        return Vocabulary(
+            tuple(tokenizer.token_bytes(token) for token in range(size)),
+            eos,
+            lambda text: tokenizer.encode(text, add_special_tokens=False),
+        )
+
+
+class Grammars:
+    """Compiles the grammars of one engine and keeps the last ones. Any thread may call `compile`."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        """vocabulary: called once, when the first grammar comes; it takes a moment."""
+        self._make_vocabulary = vocabulary
+        self._tokenizer: LLTokenizer | None = None
+        self._eos: frozenset[int] = frozenset()
+        self._preparing = threading.Lock()
+        self._cache: OrderedDict[Grammar, Future[CompiledGrammar | str]] = OrderedDict()
+        self._caching = threading.Lock()
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """The compiled grammar; raises `RequestError` (field "grammar") for what cannot be enforced."""
+        _library()
+        if len(grammar.text) > MAX_TEXT:
+            raise RequestError(
+                f"the grammar has {len(grammar.text)} characters; at most {MAX_TEXT} are taken", "grammar"
+            )
+        try:
+            grammar.text.encode()
+        except UnicodeEncodeError:
+            raise RequestError(
+                "the grammar holds a lone surrogate, which is no character", "grammar"
+            ) from None
+        with self._caching:
+            future = self._cache.get(grammar)
+            if future is None:
+                future = self._cache[grammar] = _WORKERS.submit(self._build, grammar)
+            self._cache.move_to_end(grammar)
+            while len(self._cache) > MAX_CACHED:
+                self._cache.popitem(last=False)
+        try:
+            built = future.result(COMPILE_SECONDS)
+        except FutureTimeout:
+            raise RequestError(
+                f"the grammar took more than {COMPILE_SECONDS:.0f} s to compile; use a simpler one", "grammar"
+            ) from None
+        if isinstance(built, str):
+            raise RequestError(f"the grammar cannot be used: {built}", "grammar")
+        return built
+
+    def _build(self, grammar: Grammar) -> CompiledGrammar | str:
+        """The compiled grammar, or why there is none; runs on a thread of its own."""
+        library = _library()
+        try:
+            text = _to_library(grammar)
+        except RecursionError:
+            return "it is nested too deeply"
+        except ValueError as error:  # RequestError is one too
+            return _brief(str(error))
+        limits = library.LLParserLimits(**LIMITS)
+        tokenizer = self._prepared()
+        compiled = CompiledGrammar(
+            lambda: library.LLMatcher(tokenizer, text, log_level=0, limits=limits),
+            tokenizer.vocab_size,
+            self._eos,
+        )
+        return compiled.check() or compiled
+
+    def _prepared(self) -> LLTokenizer:
+        """llguidance's view of the vocabulary, made once."""
+        with self._preparing:
+            if self._tokenizer is None:
+                vocabulary = self._make_vocabulary()
+                adapter = _library().TokenizerWrapper(_Adapter(vocabulary))
+                self._eos = vocabulary.eos
+                self._tokenizer = _library().LLTokenizer(
+                    adapter, eos_token=sorted(vocabulary.eos), slices=list(SLICES)
+                )
+            return self._tokenizer
+
+
+class CompiledGrammar:
+    """A grammar that can be matched.
+
+    What a matcher finds out about its expressions it shares with its copies, under a lock: right for grammars
+    that cost much. Of others each request has its own. Either begins anew when it has grown to a limit.
+    """
+
+    def __init__(self, make: Callable[[], LLMatcher], vocab: int, eos: frozenset[int]) -> None:
+        self.words, self.eos = mask_words(vocab), eos
+        self._make = make
+        started = time.perf_counter()
+        self._prototype = make()
+        self._seconds = time.perf_counter() - started
+        self._shared = True
+
+    def check(self) -> str | None:
+        """Why the grammar is of no use, if so. Makes its first mask, and so learns whether it costs much."""
+        if self._prototype.is_error():
+            return _brief(self._prototype.get_error())
+        started = time.perf_counter()
+        reason = self.matcher().check()
+        self._seconds += time.perf_counter() - started
+        self._shared = _MASKERS is None or self._seconds > MAKE_SECONDS
+        return reason
+
+    def matcher(self) -> Matcher:
+        """A request's place in the grammar, at its start."""
+        return Matcher(self)
+
+    def start(self, *, anew: bool = False) -> LLMatcher:
+        """A matcher of the library at the grammar's start."""
+        if not self._shared:
+            return self._make()
+        if anew:
+            self._prototype = self._make()
+        return self._prototype.deep_copy()
+
+
+class Matcher:
+    """Where one request stands in its grammar, and the masks of what may follow.
+
+    The state is a function of the tokens taken: `advance` takes up a request's output wherever it stands,
+    after a preemption too.
+    """
+
+    def __init__(self, compiled: CompiledGrammar) -> None:
+        self._compiled = compiled
+        self._words, self._eos = compiled.words, compiled.eos
+        self._inner = compiled.start()
+        self._taken: list[int] = []
+        self._ahead: tuple[int, ...] = ()  # a draft's tokens that `_inner` has taken on top
+        self.error: str | None = None
+        """Why no token can follow, once that is so."""
+
+    def check(self) -> str | None:
+        """Why the grammar is of no use, if so; computes its first mask."""
+        self.fill((0,), (-1,), torch.empty(1, self._words, dtype=torch.int32))
+        return self.error
+
+    def advance(self, output: Sequence[int]) -> None:
+        """Take the tokens of a request's output that are new since the last call."""
+        fresh = list(output[len(self._taken) :])
+        self._taken += fresh
+        if fresh and self.error is None and not self._inner.consume_tokens(fresh):
+            self._restart()
+            if self._inner.is_error():
+                self.error = _brief(self._inner.get_error())
+
+    def fill(self, tokens: Sequence[int], parents: Sequence[int], out: Tensor) -> None:
+        """The mask of every node of a tree, into out [D, words] int32 on the host.
+
+        tokens, parents [D], -1 at the root, which `advance` has taken. A node that the grammar rules out, or
+        that stands below one or below EOS, keeps what `out` held: no answer comes there. Zeros where nothing
+        can follow; at the root `error` then says why.
+        """
+        assert out.dtype == torch.int32, f"masks must be int32, are {out.dtype}"
+        assert out.shape == (len(tokens), self._words), f"{len(tokens)} masks are {tuple(out.shape)}"
+        assert out.stride(1) == 1, "a mask's words must be adjacent"
+        assert not out.is_cuda, "masks are made on the host"
+        if self.error is None:
+            self.error = self._fill((), out[0])
+        bits = out.numpy()
+        if self.error is None and not bits[0].any():
+            self.error = "no token of the vocabulary can follow"
+        if self.error is not None:
+            bits[0] = 0
+            return
+        paths: dict[int, tuple[int, ...]] = {0: ()}
+        for node in range(1, len(tokens)):
+            token, parent = tokens[node], parents[node]
+            allowed = parent in paths and int(bits[parent, token // 32]) >> (token % 32) & 1
+            if not allowed or token in self._eos:
+                continue
+            paths[node] = (*paths[parent], token)
+            if self._fill(paths[node], out[node]) is not None:
+                del paths[node]  # only a request that really comes here ends by it
+                bits[node] = 0
+        self._move(())
+
+    def _fill(self, path: tuple[int, ...], out: Tensor) -> str | None:
+        """The mask behind a draft's `path`, or why there is none; the own tokens' state is kept then."""
+        reason = self._compute(path, out)
+        if reason is not None:  # perhaps only because of what all requests together have found out
+            self._restart()
+            reason = self._compute(path, out)
+        if reason is not None:
+            self._restart()
+        return reason
+
+    def _compute(self, path: tuple[int, ...], out: Tensor) -> str | None:
+        inner = self._move(path)
+        if not inner.is_error():
+            inner.unsafe_compute_mask_ptr(out.data_ptr(), 4 * self._words)
+        if inner.is_error():
+            return _brief(inner.get_error())
+        return "no text matches it" if inner.is_stopped() and not inner.is_accepting() else None
+
+    def _restart(self) -> None:
+        """Begin anew at the request's own tokens: a matcher that failed stays so."""
+        self._inner, self._ahead = self._compiled.start(anew=True), ()
+        self._inner.consume_tokens(self._taken)
+
+    def _move(self, path: tuple[int, ...]) -> LLMatcher:
+        """Bring `_inner` behind a draft's `path`."""
+        shared = 0
+        while shared < min(len(path), len(self._ahead)) and path[shared] == self._ahead[shared]:
+            shared += 1
+        if shared < len(self._ahead):
+            self._inner.rollback(len(self._ahead) - shared)
+        if shared < len(path):
+            self._inner.consume_tokens(list(path[shared:]))
+        self._ahead = path
+        return self._inner
+
+
+def run_together(jobs: Sequence[Callable[[], None]]) -> None:
+    """Do what must be done for each request of a step, side by side where there are cores to spare."""
+    if _MASKERS is None or len(jobs) < 2:
+        for job in jobs:
+            job()
+    else:
+        for done in [_MASKERS.submit(job) for job in jobs]:
+            done.result()
+
+
+def mask_words(vocab: int) -> int:
+    """Words of 32 tokens in a mask."""
+    return -(-vocab // 32)
+
+
+def _to_library(grammar: Grammar) -> str:
+    """llguidance's form of a grammar; raises ValueError for what is none."""
+    library = _library()
+    if grammar.kind == "json":
+        return _json_schema(ANY_OBJECT)
+    if grammar.kind == "json_schema":
+        return _json_schema(grammar.text)
+    if grammar.kind == "structural_tag":
+        return structural_tag(grammar.text, _nested)
+    return str(library.grammar_from(grammar.kind, grammar.text))
+
+
+def _nested(kind: str, content: Any) -> dict[str, Any]:
+    """A grammar inside of a structural tag, as an entry of llguidance's list of grammars."""
+    if kind == "grammar":
+        return {"lark_grammar": _library().grammar_from("ebnf", content)}
+    whole = (
+        _json_schema(json.dumps(content))
+        if kind == "json_schema"
+        else _library().grammar_from("regex", content)
+    )
+    entry: dict[str, Any] = json.loads(whole)["grammars"][0]
+    return {name: value for name, value in entry.items() if value is not None}
+
+
+def _json_schema(text: str) -> str:
+    schema = json.loads(text)
+    if not isinstance(schema, dict):
+        raise ValueError("a JSON schema must be a JSON object")
+    if _depth(schema) > MAX_DEPTH:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
+    return str(_library().LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS))
+
+
+def _depth(value: object) -> int:
+    """How deep objects and lists are nested."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        level = [
+            child
+            for each in level
+            if isinstance(each, dict | list)
+            for child in (each.values() if isinstance(each, dict) else each)
+        ]
+    return depth
+
+
+def _brief(reason: str) -> str:
+    """The library's reason as one line of bounded length."""
+    line = " ".join(reason.split())
+    return line if len(line) <= 300 else line[:297] + "..."
+
+
+def _library() -> Any:
+    """llguidance; raises `RequestError` where it is not installed."""
+    try:
+        return importlib.import_module("llguidance")
+    except ModuleNotFoundError:
+        raise RequestError(
+            "structured output needs llguidance, which this installation lacks: pip install llguidance",
+            "grammar",
+        ) from None
+
+
+class _Adapter:
+    """A vocabulary under the names that llguidance reads."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = list(vocabulary.tokens)
+        self.eos_token_id = min(vocabulary.eos)
+        self.bos_token_id = None
+        self.special_token_ids: list[int] = []
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._encode(text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text)

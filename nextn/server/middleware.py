@@ -1,0 +1,119 @@
+"""ASGI middleware: the request's id, the API key, and requests that the end of the server cuts off."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nextn.server.bridge import Bridge
+from nextn.server.metrics import Metrics
+from nextn.server.protocol import REQUEST_ID, ApiError
+from nextn.server.stream import error_response
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health", "/health/live"})
+"""What needs no key: probes, which say nothing but whether the server is there."""
+
+_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+class RequestIds:
+    """Gives each request its id, a client's own if it is harmless, and says how the request went."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
+        self.app = app
+        self.metrics = metrics
+        self.paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        REQUEST_ID.set(request_id)
+        started, status = time.monotonic(), 0
+
+        async def marked(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+                self.metrics.answered(scope["path"] if scope["path"] in self.paths else "other", status)
+            await send(message)
+
+        try:
+            await self.app(scope, receive, marked)
+        finally:
+            level = logging.WARNING if status == 500 else logging.DEBUG
+            logger.log(
+                level,
+                "%s %s %r: %d after %.3f s",
+                request_id,
+                scope["method"],
+                scope["path"][:200],
+                status,
+                time.monotonic() - started,
+            )
+
+
+class KeyRequired:
+    """Everything but probes needs the key, which is compared in constant time."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self.app = app
+        self.expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
+            if not hmac.compare_digest(given, self.expected):
+                error = ApiError(
+                    401,
+                    "the API key is missing or wrong",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+                await error_response(error)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+class CutOff:
+    """A request that is cancelled because the server ends is no defect.
+
+    It gets 503 if nothing of its answer has been sent; without this the log would show a traceback for it.
+    """
+
+    def __init__(self, app: ASGIApp, bridge: Bridge) -> None:
+        self.app = app
+        self.bridge = bridge
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def noted(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        except asyncio.CancelledError:
+            if self.bridge.is_ready or scope["type"] != "http":
+                raise
+            if not started:
+                await error_response(unavailable("the server is shutting down"))(scope, receive, send)
+
+
+def unavailable(message: str) -> ApiError:
+    """503 for a server that is ending or whose engine has failed."""
+    return ApiError(503, message, code="unavailable", headers={"Retry-After": "5"})

@@ -1,0 +1,265 @@
+"""From a body that came over HTTP to requests for the engine and the reply that they will fill."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from nextn.engine.grammar import Grammar
+from nextn.engine.request import Request
+from nextn.errors import RequestError
+from nextn.server.bridge import EngineLike
+from nextn.server.chat import ChatFormat, ChatParser, Choice, behind_reasoning, call_grammar
+from nextn.server.constraints import as_format
+from nextn.server.messages import Message, Tool, ToolChoice, plain
+from nextn.server.protocol import (
+    COMPLETION_MAX_TOKENS,
+    REQUEST_ID,
+    ApiError,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    parse_body,
+)
+from nextn.server.replies import Answer, ChatChoice, Echo, Reply, TextChoice, Usage
+from nextn.text import Tokenizer
+
+MAX_TOKENIZED_CHARACTERS = 2**20
+"""Longest text of /tokenize: megabytes would cost seconds of a core each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A body that has passed every check, as requests for the engine, in the order of the reply's choices."""
+
+    body: Body
+    reply: Reply
+    requests: list[Request]
+
+
+class Preparer:
+    """Reads bodies for one engine; its methods may run in any thread and raise ApiError.
+
+    served_names: names that a body's `model` may give. max_requests: most answers that one body may ask for.
+    """
+
+    def __init__(self, engine: EngineLike, served_names: Sequence[str], max_requests: int) -> None:
+        self._engine = engine
+        self._served_names = served_names
+        self._max_requests = max_requests
+
+    def completion(self, content: bytes) -> Prepared:
+        """POST /v1/completions."""
+        body = parse_body(CompletionBody, content)
+        self._check(body, len(body.prompt))
+        grammar = None if body.constraint is None else body.constraint[1]
+        tokenizer, choices, requests = self._engine.tokenizer, list[Answer](), list[Request]()
+        try:
+            for prompt in body.prompt:
+                tokens = prompt if isinstance(prompt, list) else self._tokens(body, prompt)
+                requests += self._requests(body, tokens, grammar, default=COMPLETION_MAX_TOKENS)
+                echo = self._echo(prompt, tokens) if body.echo else None
+                choices += [
+                    TextChoice(
+                        len(choices) + choice,
+                        tokenizer,
+                        with_logprobs=body.top_alternatives is not None,
+                        echo=echo,
+                        generates=body.max_tokens != 0,
+                    )
+                    for choice in range(body.choices)
+                ]
+        except RequestError as error:
+            raise body.error(error) from None
+        return Prepared(body, self._reply("text", body, choices), requests)
+
+    def chat(self, content: bytes) -> Prepared:
+        """POST /v1/chat/completions."""
+        body = parse_body(ChatBody, content)
+        self._check(body, 1)
+        tools = [plain(tool) for tool in body.tools or ()]
+        chosen = plain(body.tool_choice) if isinstance(body.tool_choice, ToolChoice) else body.tool_choice
+        try:
+            tokenizer = self._tokenizer("prompt")
+            messages = [plain(message) for message in body.messages]
+            arguments = body.chat_template_kwargs or {}
+            text = self._format.prompt(tokenizer, messages, tools, chosen, **arguments)
+            tokens = self._tokens(body, text, add_special_tokens=False)  # the template wrote BOS
+            thinking = self._format.thinking(text)
+            grammar = self._chat_grammar(body, tools, chosen, thinking)
+            requests = self._requests(body, tokens, grammar, default=None)
+        except RequestError as error:
+            raise body.error(error) from None
+        choices = [
+            ChatChoice(
+                index,
+                tokenizer,
+                ChatParser.of(self._format, tools=tools, tool_choice=chosen, thinking=thinking),
+                with_logprobs=bool(body.logprobs),
+                may_call=bool(tools) and chosen != "none",
+            )
+            for index in range(body.choices)
+        ]
+        return Prepared(body, self._reply("chat", body, choices), requests)
+
+    def tokenize(self, content: bytes) -> dict[str, object]:
+        """POST /tokenize: the answer."""
+        body = parse_body(TokenizeBody, content)
+        self.check_model(body.model)
+        try:
+            tokenizer = self._tokenizer("model")
+            text = body.prompt
+            if body.messages is not None:
+                text = self._chat_text(tokenizer, body, body.messages, body.tools or ())
+            assert text is not None  # a body has one or the other
+            if len(text) > MAX_TOKENIZED_CHARACTERS:
+                raise RequestError(
+                    f"at most {MAX_TOKENIZED_CHARACTERS} characters are tokenized at once", "prompt"
+                )
+            # A template writes BOS itself.
+            special = (
+                body.add_special_tokens if body.add_special_tokens is not None else body.messages is None
+            )
+            tokens = tokenizer.encode(text, add_special_tokens=special)
+        except RequestError as error:
+            raise ApiError(400, str(error), param=error.field) from None
+        spelt = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+        return {
+            "count": len(tokens),
+            "max_model_len": self._engine.max_model_len,
+            "tokens": tokens,
+            "token_strs": spelt,
+        }
+
+    def detokenize(self, content: bytes) -> dict[str, object]:
+        """POST /detokenize: the answer; special tokens are spelt out."""
+        body = parse_body(DetokenizeBody, content)
+        self.check_model(body.model)
+        try:
+            return {"prompt": self._tokenizer("model").decode(body.tokens, skip_special_tokens=False)}
+        except RequestError as error:
+            raise ApiError(400, str(error), param=error.field) from None
+
+    def check_model(self, name: str | None) -> None:
+        """Raise 404 for a model that is not served."""
+        if name is not None and name not in self._served_names:
+            listed = ", ".join(self._served_names)
+            raise ApiError(
+                404,
+                f"the model {name[:100]!r} does not exist; this server has {listed}",
+                param="model",
+                code="model_not_found",
+            )
+
+    @cached_property
+    def _format(self) -> ChatFormat:
+        """How this model's template writes reasoning and calls."""
+        return ChatFormat.of(self._tokenizer("prompt"))
+
+    def _chat_text(
+        self, tokenizer: Tokenizer, body: TokenizeBody, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> str:
+        return self._format.prompt(
+            tokenizer,
+            [plain(message) for message in messages],
+            [plain(tool) for tool in tools],
+            None,
+            **(body.chat_template_kwargs or {}),
+        )
+
+    def _chat_grammar(
+        self, body: ChatBody, tools: Sequence[Mapping[str, Any]], chosen: Choice, thinking: bool | None
+    ) -> Grammar | None:
+        """What an answer must match: calls where they are forced, else the form asked for, or either."""
+        parallel = body.parallel_tool_calls is not False
+        calls = call_grammar(tools, chosen, self._format, thinking=thinking, parallel=parallel)
+        if body.constraint is None or (tools and chosen not in (None, "none", "auto")):
+            return calls
+        grammar = body.constraint[1]
+        if tools and chosen != "none":
+            forced = call_grammar(tools, "required", self._format, parallel=parallel)
+            assert forced is not None
+            either = {"type": "or", "elements": [as_format(grammar), json.loads(forced.text)["format"]]}
+            grammar = Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": either}))
+        return behind_reasoning(grammar, thinking)
+
+    def _check(self, body: Body, prompts: int) -> None:
+        self.check_model(body.model)
+        if prompts * body.choices > self._max_requests:
+            raise ApiError(
+                400,
+                f"{prompts * body.choices} answers were asked for; this server gives at most "
+                f"{self._max_requests} at once",
+                param="n" if body.choices > 1 else "prompt",
+            )
+
+    def _reply(self, kind: str, body: Body, choices: Sequence[Answer]) -> Reply:
+        usage = Usage(
+            body.choices,
+            with_speculation=bool(body.include_speculation),
+            counts_completion=body.token_limit != 0,
+        )
+        return Reply(kind, body.model or self._served_names[0], choices, usage)
+
+    def _tokenizer(self, field: str) -> Tokenizer:
+        if self._engine.tokenizer is None:
+            raise RequestError("this model has no tokenizer; send token ids to /v1/completions", field)
+        return self._engine.tokenizer
+
+    def _tokens(self, body: Body, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of a prompt; what cannot fit is refused unseen, since megabytes would cost many seconds."""
+        tokenizer, longest = self._tokenizer("prompt"), self._engine.max_model_len
+        fewest = tokenizer.fewest_tokens(text)
+        if fewest > longest:
+            raise ApiError(
+                400,
+                f"this model's maximum context length is {longest} tokens, but the prompt has at least "
+                f"{fewest}; shorten the prompt",
+                param=body.field_name("prompt"),
+                code="context_length_exceeded",
+            )
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _requests(
+        self, body: Body, tokens: list[int], grammar: Grammar | None, *, default: int | None
+    ) -> list[Request]:
+        """Requests for all answers to one prompt; `default` tokens to generate, None meaning what fits."""
+        longest, asked = self._engine.max_model_len, body.token_limit
+        room = longest - len(tokens)
+        if room < 1 or (asked or 0) > room:
+            generated = "" if asked is None else f", {asked} to generate"
+            raise ApiError(
+                400,
+                f"this model's maximum context length is {longest} tokens, but {len(tokens) + (asked or 1)} "
+                f"were asked for ({len(tokens)} in the prompt{generated}); shorten the prompt or the output",
+                param=body.field_name("max_tokens" if room >= 1 else "prompt"),
+                code="context_length_exceeded",
+            )
+        limit = asked if asked is not None else room if default is None else min(default, room)
+        # No tokens at all: the engine makes one with the prompt's, which the reply leaves out.
+        params = body.sampling_params(max(limit, 1), grammar)
+        self._engine.validate(tokens, params)
+        name = f"{REQUEST_ID.get() or 'local'}-{uuid.uuid4().hex}"  # a client may give an id twice
+        group = name if body.choices > 1 else None
+        return [
+            Request(f"{name}-{choice}", tokens, params, choice=choice, group=group)
+            for choice in range(body.choices)
+        ]
+
+    def _echo(self, prompt: str | list[int], tokens: list[int]) -> Echo:
+        """The prompt as its answer repeats it: without a BOS that its text does not have."""
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            return Echo(tokens, "", bare_bos=False)
+        starts = tokens[0] == tokenizer.bos_token_id if tokens else False
+        if isinstance(prompt, str):
+            spelt = tokenizer.token_text(tokens[0]) if starts else ""
+            return Echo(tokens, prompt, bare_bos=starts and not prompt.startswith(spelt))
+        text = tokenizer.decode(tokens[1:] if starts else tokens, skip_special_tokens=False)
+        return Echo(tokens, text, bare_bos=starts)

@@ -1,0 +1,144 @@
+"""The kernel between logits and choice keeps what its twin keeps, ties and all, whatever rows are mixed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from torch import Tensor
+
+from nextn.kernels import adjust, ops
+from nextn.kernels.ref import sampling as ref
+from nextn.kernels.ref.sampling import SamplingBatch
+from tests.compare import assert_close
+from tests.strategies import Knobs, SamplingCase, sampling_batch, sampling_cases
+
+
+def check(
+    logits: Tensor,
+    batch: SamplingBatch,
+    path: tuple[Tensor, Tensor],
+    positions: Tensor,
+    config: tuple[int, int] | None = None,
+) -> Tensor:
+    """The kernel's and the twin's logits agree; returns the kernel's."""
+    got = adjust.adjust_logits(logits, batch, path, positions, config=config)
+    expected = ref.adjust_logits(logits, batch, *path, positions)
+    assert_close(got.isfinite(), expected.isfinite(), "bitwise", what="support")
+    assert_close(got, expected, "fp32-op")
+    return got
+
+
+@settings(max_examples=15, phases=(Phase.explicit, Phase.generate))
+@given(sampling_cases())
+def test_small_vocabularies_with_every_option(case: SamplingCase) -> None:
+    """Ties, NaN, infinities, every mixture of rows, masks, bans and biases."""
+    path = (case.path_tokens, case.path_valid)
+    check(case.logits.float(), case.batch, path, case.positions)
+
+
+EVERYTHING = Knobs(
+    0.8, top_k=60, top_p=0.9, min_p=0.001, frequency=0.3, presence=0.2, repetition=1.2,
+    bias=((3, 4.0), (7, -2.0)), banned=(1, 5), ban_until=6,
+)  # fmt: skip
+ROWS = [
+    EVERYTHING,
+    Knobs(0.0, frequency=0.3, bias=((0, 2.0),)),
+    Knobs(1.0, top_p=0.3),
+    Knobs(1.3, top_k=17, ban_until=9, banned=(2,)),
+    Knobs(0.7, min_p=0.2),
+    Knobs(1.0),
+]
+
+
+@pytest.mark.parametrize(("vocab", "levels"), [(40, 5), (700, 8), (1024, 10**6), (1500, 3)])
+def test_long_vocabularies_with_few_and_with_many_ties(vocab: int, levels: int) -> None:
+    """Logits of few different values tie at nearly every cut; the ids decide there."""
+    logits = torch.randint(0, levels, (len(ROWS), 2, vocab)) * (9.0 / levels)
+    counts = torch.randint(0, 2, (len(ROWS), vocab)).int()
+    words = torch.randint(-(2**31), 2**31, (len(ROWS), 2, -(-vocab // 32))).int()
+    path = torch.randint(0, vocab, (len(ROWS), 2, 3))
+    positions = torch.tensor([[5, 6]]).expand(len(ROWS), 2)
+    for grammar in (None, words):
+        batch = sampling_batch(ROWS, vocab, counts, torch.rand(len(ROWS), vocab) < 0.3, grammar)
+        check(logits, batch, (path, path >= 2), positions)
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.25, 0.5, 0.75, 0.9999])
+def test_exact_sums_at_the_cut(top_p: float) -> None:
+    """Equal tokens whose masses are powers of two: as many stay as the mass needs, no more."""
+    batch = sampling_batch([Knobs(1.0, top_p=top_p)], 64)
+    logits = torch.full((1, 1, 64), -math.inf)
+    logits[..., ::4] = 1.0
+    nothing = torch.zeros(1, 1, 0, dtype=torch.int64)
+    got = check(logits, batch, (nothing, nothing.bool()), torch.zeros(1, 1).long())
+    assert int(got.isfinite().sum()) == math.ceil(torch.tensor(top_p).item() * 16)
+    assert got[0, 0, : int(got.isfinite().sum()) * 4 : 4].isfinite().all()
+
+
+def test_a_node_does_not_depend_on_the_batch_or_on_unused_memory() -> None:
+    """A row alone is bit for bit one of many; strided logits of which the gaps hold NaN."""
+    vocab = 300
+    wide = torch.full((len(ROWS), 2, vocab + 5), math.nan)
+    logits = wide[..., :vocab]
+    logits.copy_(3 * torch.randn(len(ROWS), 2, vocab))
+    path = torch.zeros(len(ROWS), 2, 0, dtype=torch.int64)
+    positions = torch.full((len(ROWS), 2), 5)
+    whole = check(logits, sampling_batch(ROWS, vocab), (path, path.bool()), positions)
+    for b, knobs in enumerate(ROWS):
+        one, batch = slice(b, b + 1), sampling_batch([knobs], vocab)
+        alone = adjust.adjust_logits(
+            logits[one, 1:], batch, (path[one, 1:], path[one, 1:].bool()), positions[one, 1:]
+        )
+        assert_close(alone, whole[one, 1:], "bitwise", what=f"row {b}")
+
+
+def test_what_the_kernel_cannot_run_is_refused() -> None:
+    """With a sentence, at the wrapper."""
+    batch = sampling_batch([EVERYTHING], 8)
+    logits = torch.zeros(1, 1, 8)
+    with pytest.raises(AssertionError, match="path"):
+        adjust.adjust_logits(logits, batch, None, torch.zeros(1, 1))
+    path = torch.zeros(1, 1, 0, dtype=torch.int64)
+    with pytest.raises(AssertionError, match="position"):
+        adjust.adjust_logits(logits, batch, (path, path.bool()))
+    with pytest.raises(AssertionError, match="float64"):
+        adjust.adjust_logits(logits.double(), batch)
+    with pytest.raises(AssertionError, match="masks"):
+        adjust.adjust_logits(
+            logits, replace(batch, grammar=torch.zeros(1, 2, 1, dtype=torch.int32)), (path, path.bool()), path
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_chosen_behind_the_kernel_is_what_the_twins_choose(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Children, picks and log-probabilities as a GPU runs them; float64 is adjusted by plain torch."""
+    vocab, rows = 120, len(ROWS)
+    logits = (3 * torch.randn(rows, 3, vocab)).to(dtype)
+    words = torch.randint(-(2**31), 2**31, (rows, 3, 4)).int()
+    raw = torch.arange(rows) % 2 == 0
+    batch = replace(sampling_batch(ROWS, vocab, grammar=words), raw_logprobs=raw)
+    path = torch.randint(0, vocab, (rows, 3, 2))
+    after = ((path, path > 9), torch.full((rows, 3), 5))
+    noise = ref.level_noise(batch, torch.full((rows,), 5), 2, vocab, dtype)
+    level = torch.tensor([[0, 1, 1]]).expand(rows, 3).contiguous()
+    tokens, values = ref.best_children(logits, batch, noise[:, :1], 2, 1.0, *after)
+    picked = ref.pick_tokens(logits, batch, noise, level, *after)
+    logprobs, ids = ref.chosen_logprobs(logits, batch, picked, *after)
+
+    monkeypatch.setattr(ops, "on_gpu", lambda _: True)
+    kind = "fp32-op" if dtype == torch.float32 else "fp64"
+    possible = values > -math.inf  # which impossible tokens fill up the children says nothing
+    got, got_values = ops.best_children(logits, batch, noise[:, :1], 2, 1.0, *after)
+    assert_close(got_values, values, kind)
+    assert torch.equal(got[possible], tokens[possible])
+    assert_close(ops.pick_tokens(logits, batch, noise, level, *after), picked, "bitwise")
+    got_logprobs, got_ids = ops.chosen_logprobs(logits, batch, picked, *after)
+    assert_close(got_logprobs, logprobs, "fp32-op")
+    finite = logprobs > -math.inf
+    assert torch.equal(got_ids[finite], ids[finite])

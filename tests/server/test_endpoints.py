@@ -1,0 +1,268 @@
+"""What stands beside the completions: tokens, health, metrics, version, keys, origins, request ids."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import socket
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import Gauge
+from prometheus_client.parser import text_string_to_metric_families
+
+import nextn
+from nextn.text import Tokenizer
+from tests.server.fake import FakeEngine, Running, running_server, wait_until
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def _figures(running: Running) -> dict[str, float]:
+    """Every sample of /metrics by name and labels."""
+    answer = httpx.get(running.url + "/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    return {
+        sample.name + "".join(f" {key}={value}" for key, value in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+@settings(max_examples=15)
+@given(text=st.text(max_size=40))
+def test_text_becomes_tokens_and_text_again(shared: Running, tokenizer: Tokenizer, text: str) -> None:
+    body = {"model": "fake", "prompt": text, "return_token_strs": True}
+    made = httpx.post(shared.url + "/tokenize", json=body).json()
+    assert made["tokens"] == tokenizer.encode(text)
+    assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
+    assert made["max_model_len"] == 256
+    plain = httpx.post(shared.url + "/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
+    assert plain["tokens"] == tokenizer.encode(text, add_special_tokens=False)
+    back = httpx.post(shared.url + "/detokenize", json={"tokens": plain["tokens"]})
+    assert back.json() == {"prompt": text}
+
+
+def test_a_chat_becomes_the_tokens_that_its_answer_would_start_from(engine: FakeEngine) -> None:
+    with running_server(engine) as running:
+        for more in ({}, {"chat_template_kwargs": {"thinking": True}}):
+            made = httpx.post(running.url + "/tokenize", json=CHAT | more).json()
+            httpx.post(running.url + "/v1/chat/completions", json=CHAT | more)
+            assert made["tokens"] == engine.seen[-1].prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("tokenize", {}, "prompt"),
+        ("tokenize", {"prompt": "a"} | CHAT, "prompt"),
+        ("tokenize", {"prompt": 5}, "prompt"),
+        ("tokenize", {"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "prompt"),
+        ("tokenize", {"messages": []}, "messages"),
+        ("tokenize", {"prompt": "a", "x": 1}, "x"),
+        ("detokenize", {}, "tokens"),
+        ("detokenize", {"tokens": ["a"]}, "tokens.0"),
+        ("detokenize", {"tokens": [10**30]}, "tokens.0"),
+    ],
+)
+def test_tokens_of_nothing_sensible_are_refused(
+    shared: Running, path: str, body: dict[str, Any], param: str
+) -> None:
+    answer = httpx.post(f"{shared.url}/{path}", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    other = httpx.post(f"{shared.url}/{path}", json={"model": "x", "prompt": "a", "tokens": []})
+    assert other.status_code in (400, 404)
+
+
+def test_numbers_that_are_no_token_have_no_text(shared: Running) -> None:
+    answer = httpx.post(shared.url + "/detokenize", json={"tokens": [-1, 10**6, 2**62]})
+    assert answer.json() == {"prompt": ""}
+
+
+def test_a_model_without_tokenizer_refuses_to_tokenize(engine: FakeEngine) -> None:
+    engine.tokenizer = None
+    with running_server(engine) as running:
+        for path, body in (("tokenize", {"prompt": "a"}), ("detokenize", {"tokens": [1]})):
+            assert httpx.post(f"{running.url}/{path}", json=body).status_code == 400
+
+
+def test_the_version_is_the_package_s(shared: Running) -> None:
+    assert httpx.get(shared.url + "/version").json() == {"version": nextn.__version__}
+
+
+def test_alive_and_ready_are_told_apart(engine: FakeEngine) -> None:
+    """While the server ends it takes nothing more but is alive; with a failed engine it is neither."""
+    engine.fail_at = 1
+    with running_server(engine) as running:
+        running.bridge.on_failure = None  # keep the server up, to look at it
+        assert httpx.get(running.url + "/health").json() == {"status": "ok"}
+        assert httpx.get(running.url + "/health/live").json() == {"status": "ok"}
+        httpx.post(running.url + "/v1/chat/completions", json=CHAT)
+        for path in ("/health", "/health/live"):
+            answer = httpx.get(running.url + path)
+            assert (answer.status_code, answer.json()) == (503, {"status": "engine failed"})
+
+
+def test_metrics_count_requests_tokens_and_time(engine: FakeEngine) -> None:
+    with running_server(engine) as running:
+        before = _figures(running)
+        assert before["nextn_time_to_first_token_seconds_count"] == 0
+        whole = httpx.post(running.url + "/v1/chat/completions", json=CHAT | {"n": 2}).json()["usage"]
+        httpx.post(running.url + "/v1/completions", json={"prompt": "a", "max_tokens": 5})
+        httpx.post(running.url + "/v1/completions", json={})
+        httpx.get(running.url + "/no/such/path")
+        figures = _figures(running)
+    generated = whole["completion_tokens"] + 5
+    assert figures["nextn_requests_total finish_reason=stop"] == 2
+    assert figures["nextn_requests_total finish_reason=length"] == 1
+    assert figures["nextn_generated_tokens_total"] == generated
+    assert figures["nextn_prompt_tokens_total"] == sum(len(each.prompt_tokens) for each in engine.seen)
+    assert figures["nextn_cached_tokens_total"] == 4  # of the second choice
+    assert figures["nextn_time_to_first_token_seconds_count"] == 3
+    assert figures["nextn_request_seconds_count"] == 3
+    assert figures["nextn_inter_token_seconds_count"] == generated - 3
+    assert figures["nextn_inter_token_seconds_sum"] <= figures["nextn_request_seconds_sum"]
+    accepted = [figures[f"nextn_speculative_accepted_tokens_total position={i}"] for i in (1, 2)]
+    assert accepted[0] >= accepted[1] > 0
+    assert figures["nextn_requests_running"] == 0
+    assert {"nextn_requests_waiting", "nextn_cache_pages", "nextn_cache_pages_used"} <= figures.keys()
+    assert figures["nextn_http_responses_total path=/v1/completions status=400"] == 1
+    assert figures["nextn_http_responses_total path=other status=404"] == 1
+
+
+def test_a_client_that_leaves_is_counted_as_aborted(engine: FakeEngine) -> None:
+    engine.script = lambda _: [40] * 100_000
+    engine.max_model_len = 100_000
+    engine.step_seconds = 0.01
+    with running_server(engine) as running:
+        with (
+            openai.OpenAI(base_url=running.url + "/v1", api_key="x") as client,
+            client.completions.create(model="fake", prompt="a", max_tokens=9999, stream=True) as stream,
+        ):
+            next(iter(stream))
+            assert _figures(running)["nextn_requests_running"] == 1
+        wait_until(lambda: running.bridge.num_open == 0)
+        figures = _figures(running)
+        assert figures["nextn_requests_total finish_reason=abort"] == 1
+        assert figures["nextn_speculative_accepted_tokens_total position=1"] > 0
+
+
+def test_a_later_metric_joins_the_registry(shared: Running) -> None:
+    Gauge("nextn_test_metric", "A test's own.", registry=shared.bridge.metrics.registry).set(7)
+    assert _figures(shared)["nextn_test_metric"] == 7
+
+
+@pytest.mark.parametrize("path", ["/version", "/metrics", "/v1/models", "/openapi.json", "/nothing"])
+def test_all_but_probes_need_the_key(engine: FakeEngine, path: str) -> None:
+    with running_server(engine, api_key="secret") as running:
+        assert httpx.get(running.url + path).status_code == 401
+        assert httpx.get(running.url + path, headers={"authorization": "Bearer secret"}).status_code != 401
+        for probe in ("/health", "/health/live"):
+            assert httpx.get(running.url + probe).status_code == 200
+        for post in ("/tokenize", "/detokenize", "/v1/completions"):
+            assert httpx.post(running.url + post, json={}).status_code == 401
+
+
+def test_foreign_pages_are_not_let_in_by_default(shared: Running) -> None:
+    headers = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    answer = httpx.options(shared.url + "/v1/completions", headers=headers)
+    assert answer.status_code == 405
+    assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+def test_named_origins_and_only_those_may_call_with_the_key(engine: FakeEngine) -> None:
+    """The browser's own question needs no key; an answer without the right one can be read all the same."""
+    with running_server(engine, api_key="k", cors_origins=["https://page.example"]) as running:
+        asked = {
+            "origin": "https://page.example",
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+        }
+        answer = httpx.options(running.url + "/v1/completions", headers=asked)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "https://page.example"
+        assert "authorization" in answer.headers["access-control-allow-headers"]
+        assert (
+            httpx.options(
+                running.url + "/v1/completions", headers=asked | {"origin": "https://other.example"}
+            ).headers.get("access-control-allow-origin")
+            is None
+        )
+        refused = httpx.get(running.url + "/v1/models", headers={"origin": "https://page.example"})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "https://page.example"
+        assert refused.headers["access-control-expose-headers"] == "x-request-id"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/nothing", "/health"])
+def test_a_request_s_own_id_comes_back_and_stands_in_errors(shared: Running, path: str) -> None:
+    answer = httpx.post(shared.url + path, json={}, headers={"x-request-id": "my-id_1.2:3"})
+    assert answer.headers["x-request-id"] == "my-id_1.2:3"
+    assert answer.json()["error"]["request_id"] == "my-id_1.2:3"
+
+
+@pytest.mark.parametrize("given", [b"", b"a b", b"x" * 129, b"a\tb", "é".encode(), b'"><script>'])
+def test_an_id_that_could_harm_is_replaced(shared: Running, given: bytes) -> None:
+    answer = httpx.get(shared.url + "/health", headers={"x-request-id": given})
+    assert re.fullmatch(r"[0-9a-f]{32}", answer.headers["x-request-id"])
+    assert httpx.get(shared.url + "/health").headers["x-request-id"] != answer.headers["x-request-id"]
+
+
+def test_the_id_stands_in_the_engine_s_request_and_in_the_log(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Given twice it is no conflict: the engine's own ids differ."""
+    with caplog.at_level(logging.DEBUG, "nextn.server.middleware"), running_server(engine) as running:
+        for stream in (False, True):
+            httpx.post(
+                running.url + "/v1/chat/completions",
+                json=CHAT | {"stream": stream},
+                headers={"x-request-id": "twice"},
+            )
+        assert httpx.get(running.url + "/no%0Athing").status_code == 404
+    ids = [request.request_id for request in engine.seen]
+    assert len(set(ids)) == 2
+    assert all(each.startswith("twice-") for each in ids)
+    assert sum("twice POST '/v1/chat/completions': 200" in r.getMessage() for r in caplog.records) == 2
+    assert not any("\n" in record.getMessage() for record in caplog.records)
+
+
+def test_an_error_in_a_stream_carries_the_id(engine: FakeEngine) -> None:
+    engine.script = lambda _: [40] * 100
+    engine.fail_at = 3
+    with running_server(engine) as running:
+        running.bridge.on_failure = None
+        answer = httpx.post(
+            running.url + "/v1/chat/completions", json=CHAT | {"stream": True}, headers={"x-request-id": "s"}
+        )
+    last = [line for line in answer.text.split("\n") if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["request_id"] == "s"
+
+
+def test_a_defect_is_logged_and_answered_with_the_id(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    engine.validate = fails  # type: ignore[method-assign,assignment]
+    with caplog.at_level(logging.ERROR), running_server(engine) as running:
+        answer = httpx.post(running.url + "/v1/chat/completions", json=CHAT, headers={"x-request-id": "d"})
+    assert answer.status_code == 500
+    assert answer.headers["x-request-id"] == answer.json()["error"]["request_id"] == "d"
+    assert any(record.getMessage().startswith("d failed") for record in caplog.records)
+    assert "a defect" not in answer.text
+
+
+def test_a_body_that_does_not_come_is_given_up(engine: FakeEngine) -> None:
+    with running_server(engine, body_seconds=0.1) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(head + b'Content-Length: 300\r\n\r\n{"pro')
+            assert connection.recv(65536).startswith(b"HTTP/1.1 408 ")
