@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,6 +73,17 @@ class Shape:
         if self.catches_up:
             return RING
         return self.spec.draft_tokens if self.spec else 1
+
+    @property
+    def recorded(self) -> Shape:
+        """The shape whose graph serves this one: options that change logits are recorded all or none.
+
+        Sixty-four mixes of flags would each be a graph a batch size, recorded while requests wait. A row that
+        does not ask for an option keeps its bits beside rows that do, so nobody sees the difference.
+        """
+        if not (self.any_filter or self.any_penalty or self.any_bias or self.any_grammar):
+            return self
+        return replace(self, any_sampled=True, any_filter=True, any_penalty=True, any_bias=True)
 
     def __str__(self) -> str:
         if self.catches_up:
@@ -259,7 +270,7 @@ class StepGraphs:
         a shape with grammars; then this returns once they are made, in most cases before the step has run.
         """
         bucket = next(size for size in self._buckets if size >= len(rows))
-        captured = self._get(bucket, shape, timed)
+        captured = self._get(bucket, shape.recorded, timed)
         if captured.rows_now != tuple(rows):
             padding = bucket - len(rows)
             numbers = [*rows, *[self._state.scratch_row] * padding]

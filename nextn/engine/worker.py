@@ -318,12 +318,14 @@ class Worker:
         return run_step(self.models, self.state, batch, shape, self.options, lengths, mark, masks), clock
 
     def capture(self, spec: SpecConfig | None, max_rows: int) -> None:
-        """Record the steps that will be needed: plain and of shape `spec`, greedy and sampled.
+        """Record the steps that will be needed: plain and of shape `spec`, greedy, sampled, with all options.
 
-        Where there is a draft, plain steps leave it behind, so what brings it up is recorded too.
+        Where there is a draft, plain steps leave it behind, so what brings it up is recorded too. Steps with
+        log-probabilities or grammars are recorded when the first request asks for them.
         """
         specs = (None,) if spec is None else (None, spec)
-        shapes = [Shape(s, any_sampled=sampled) for sampled in (False, True) for s in specs]
+        sampled = [Shape(s, any_sampled=any_sampled) for any_sampled in (False, True) for s in specs]
+        shapes = [*sampled, *(Shape(s, any_filter=True).recorded for s in specs)]
         if self.can_draft:
             shapes.append(CATCH_UP)
         with torch.inference_mode():

@@ -194,7 +194,8 @@ def filter_keys(  # type: ignore[no-untyped-def]
             tl.store(masses_ptr + place, weight)
         tl.debug_barrier()
         key, mass = tl.load(keys_ptr + token), tl.load(masses_ptr + token)
-        goal = top_p.to(tl.float64) * tl.sum(mass, axis=0)
+        # A top_p that is 0 in float32 keeps the best token, and so does any goal below its mass.
+        goal = tl.maximum(top_p.to(tl.float64) * tl.sum(mass, axis=0), 1e-300)
         cut = last_key(key, mass, goal)
         above_mass = tl.sum(tl.where(key > cut, mass, 0.0), axis=0)
         each = tl.max(tl.where(key == cut, mass, 0.0), axis=0)

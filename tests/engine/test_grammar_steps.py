@@ -7,7 +7,6 @@ import math
 import re
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +19,8 @@ from nextn.engine.request import Request, SamplingParams
 from nextn.engine.worker import Worker
 from tests.grammars import BOUNDED, EOS, TOKENS, closed, grammar_engine, schema, spell
 from tests.tiny import drain, prompt_of
+
+jsonschema = pytest.importorskip("jsonschema")
 
 GRAMMARS = (
     Grammar("json"),

@@ -165,6 +165,38 @@ def test_steps_with_grammars_are_recorded_in_parts_and_give_the_same_text(
             assert re.fullmatch("[ab]{3,9}(,[ab]{1,9}){0,3}", spell(expected[each.request_id]))
 
 
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"top_p": 0.7},
+    {"frequency_penalty": 0.6},
+    {"logit_bias": ((3, 4.0), (7, -100.0))},
+    {"min_tokens": 9, "stop_token_ids": (5,)},
+    {"temperature": 0.0, "presence_penalty": 0.9},
+    {"top_k": 3, "repetition_penalty": 1.2},
+)
+
+
+@pytest.mark.parametrize("spec", [None, SPEC], ids=str)
+def test_every_mix_of_options_runs_by_graphs_of_the_start(
+    spec: SpecConfig | None, replays: list[Shape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Options come and go with the rows; each answer is that of the request alone, launched op by op."""
+
+    def requests() -> list[Request]:
+        knobs = [{"temperature": 0.8} | options for options in OPTIONS]
+        return [
+            request(str(i), prompt_of(4 + 3 * i, i), max_tokens=12 + 5 * i, seed=i, **each)
+            for i, each in enumerate(knobs)
+        ]
+
+    alone = {}
+    for each in requests():
+        alone |= run(tiny_engine(spec=None, max_running_requests=1), [each])
+    engine = _engine(spec=spec)
+    _forbid_the_rest(monkeypatch)
+    assert run(engine, requests()) == alone
+    assert len({shape.recorded for shape in replays}) < len(set(replays))
+
+
 @pytest.mark.usefixtures("replays")
 def test_the_graphs_of_most_tokens_are_recorded_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The catch-up of the largest bucket comes first; without a NextN layer there is none."""
@@ -181,7 +213,8 @@ def test_the_graphs_of_most_tokens_are_recorded_first(monkeypatch: pytest.Monkey
     assert tokens == sorted(tokens, reverse=True)
     assert order[0] == (ROWS, CATCH_UP)
     assert {shape for _, shape in order} == {
-        CATCH_UP, *(Shape(spec, any_sampled=sampled) for spec in (None, SPEC) for sampled in (False, True))
+        CATCH_UP, *(Shape(spec, any_sampled=sampled) for spec in (None, SPEC) for sampled in (False, True)),
+        *(Shape(spec, any_filter=True).recorded for spec in (None, SPEC)),
     }  # fmt: skip
     models = tiny_models()
     order.clear()
