@@ -19,6 +19,8 @@ from nextn.kernels.launch import LOG2_E, dot_block, is_hopper, launch_options, w
 from nextn.kernels.ref.attention import MAX_TREE_NODES
 
 WARP = tl.constexpr(32)
+ROLES_TRITON = "3.6."
+"""The Triton whose Gluon `attention_hopper` is written for: its interface still changes between releases."""
 INTERPRETED_SPLITS = 4  # programs where there are no SMs to fill
 
 
@@ -156,6 +158,8 @@ def decode_attention(
 def _by_roles(config: AttentionConfig, cache_layer: Tensor, tail: Tensor, kv_lora: int) -> bool:
     """Whether the kernel of `attention_hopper` is wanted and can run here."""
     if not (config.roles and config.block_kv == config.block_rows == 64 and is_hopper()):
+        return False
+    if not triton.__version__.startswith(ROLES_TRITON):
         return False
     from nextn.kernels import attention_hopper  # not at the top: other devices' Triton may not have its parts
 

@@ -216,3 +216,24 @@ def test_unsupported_inputs_are_refused_with_a_sentence(change, message):
         setattr(case, name, value.to(WHERE))
     with pytest.raises(AssertionError, match=message):
         attention.decode_attention(*case.args(), plan=plan)
+
+
+def test_the_kernel_by_roles_runs_only_where_it_is_known_to_work(monkeypatch):
+    """On Hopper, with its own Triton, tiles and blocks of 64, and entries that TMA can read."""
+    config = attention.choose_config(2, 4, 16, 128, 132)
+    cache, tail = torch.zeros(4, 64, 576, dtype=torch.bfloat16), torch.zeros(2, 4, 576, dtype=torch.bfloat16)
+
+    def by_roles(config=config, cache=cache, tail=tail, kv_lora=512):
+        return attention._by_roles(config, cache, tail, kv_lora)
+
+    assert not by_roles()
+    monkeypatch.setattr(attention, "is_hopper", lambda: True)
+    monkeypatch.setattr(attention.triton, "__version__", attention.ROLES_TRITON + "0")
+    assert by_roles()
+    assert by_roles(tail=torch.zeros(2, 9, 576, dtype=torch.bfloat16)[:, 3:7])
+    assert not by_roles(config._replace(roles=False))
+    assert not by_roles(config._replace(block_kv=32))
+    assert not by_roles(cache=torch.zeros(4, 48, 576, dtype=torch.bfloat16))
+    assert not by_roles(kv_lora=384)
+    monkeypatch.setattr(attention.triton, "__version__", "3.9.0")
+    assert not by_roles()
