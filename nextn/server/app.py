@@ -69,6 +69,7 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,  # its page would load scripts from elsewhere
         redoc_url=None,
+        redirect_slashes=False,  # a redirect's address would come from the client's Host header
         exception_handlers={
             ApiError: _on_api_error,
             HTTPException: _on_http_error,

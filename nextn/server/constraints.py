@@ -97,17 +97,6 @@ class Constraints(Strict):
         return given[0] if given else None
 
 
-def as_format(grammar: Grammar) -> dict[str, Any]:
-    """The grammar of one constraint as a format within a structural tag."""
-    match grammar.kind:
-        case "regex":
-            return {"type": "regex", "pattern": grammar.text}
-        case "ebnf":
-            return {"type": "grammar", "grammar": grammar.text}
-        case _:
-            return {"type": "json_schema", "json_schema": json.loads(grammar.text or '{"type": "object"}')}
-
-
 def _of_format(form: ResponseFormat | None) -> Grammar | None:
     if form is None or form.type == "text":
         return None

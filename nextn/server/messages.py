@@ -85,6 +85,8 @@ class AssistantMessage(Strict):
     @field_validator("content")
     @classmethod
     def _says_or_calls(cls, content: str | None, info: ValidationInfo) -> str | None:
+        if info.data.get("tool_calls") and info.data.get("function_call"):
+            invalid("goes with tool_calls or function_call, not with both")
         if content is None and not (info.data.get("tool_calls") or info.data.get("function_call")):
             invalid("is required where there are no tool_calls")
         return content

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,7 @@ from nextn.engine.grammar import Grammar
 from nextn.engine.request import Request
 from nextn.errors import RequestError
 from nextn.server.bridge import EngineLike
-from nextn.server.chat import ChatFormat, ChatParser, Choice, behind_reasoning, call_grammar
-from nextn.server.constraints import as_format
+from nextn.server.chat import ChatFormat, ChatParser, Choice, call_grammar
 from nextn.server.messages import Message, Tool, ToolChoice, plain
 from nextn.server.protocol import (
     COMPLETION_MAX_TOKENS,
@@ -120,7 +118,8 @@ class Preparer:
             assert text is not None  # a body has one or the other
             if len(text) > MAX_TOKENIZED_CHARACTERS:
                 raise RequestError(
-                    f"at most {MAX_TOKENIZED_CHARACTERS} characters are tokenized at once", "prompt"
+                    f"at most {MAX_TOKENIZED_CHARACTERS} characters are tokenized at once",
+                    "prompt" if body.messages is None else "messages",
                 )
             # A template writes BOS itself.
             special = (
@@ -177,17 +176,14 @@ class Preparer:
         self, body: ChatBody, tools: Sequence[Mapping[str, Any]], chosen: Choice, thinking: bool | None
     ) -> Grammar | None:
         """What an answer must match: calls where they are forced, else the form asked for, or either."""
-        parallel = body.parallel_tool_calls is not False
-        calls = call_grammar(tools, chosen, self._format, thinking=thinking, parallel=parallel)
-        if body.constraint is None or (tools and chosen not in (None, "none", "auto")):
-            return calls
-        grammar = body.constraint[1]
-        if tools and chosen != "none":
-            forced = call_grammar(tools, "required", self._format, parallel=parallel)
-            assert forced is not None
-            either = {"type": "or", "elements": [as_format(grammar), json.loads(forced.text)["format"]]}
-            grammar = Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": either}))
-        return behind_reasoning(grammar, thinking)
+        return call_grammar(
+            tools,
+            chosen,
+            self._format,
+            thinking=thinking,
+            parallel=body.parallel_tool_calls is not False,
+            otherwise=None if body.constraint is None else body.constraint[1],
+        )
 
     def _check(self, body: Body, prompts: int) -> None:
         self.check_model(body.model)

@@ -40,6 +40,9 @@ _BodyT = TypeVar("_BodyT", bound=Strict)
 COMPLETION_MAX_TOKENS = 16
 """Default of max_tokens in /v1/completions, as OpenAI documents it."""
 
+_MAX_MESSAGE = 1000
+"""Longest message of an error: those of a library may repeat what the client sent."""
+
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 """The id of the HTTP request that is being answered."""
 
@@ -56,6 +59,8 @@ class ApiError(NextnError):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        if len(message) > _MAX_MESSAGE:
+            message = message[: _MAX_MESSAGE - 3] + "..."
         super().__init__(message)
         self.status = status
         self.headers = headers
@@ -76,15 +81,26 @@ class ApiError(NextnError):
             parts.append("role")
         if field := first.get("ctx", {}).get("field"):
             parts.append(field)
-        param = ".".join(parts)[:100]
         if first["type"] == "extra_forbidden":
-            param = param or "body"
-            return ApiError(400, f"{param} is not supported by this server", param=param, code="unsupported")
+            return ApiError._of_unknown(first["loc"], parts)
+        param = ".".join(parts)[:100]
         if first["type"] == "missing":
             return ApiError(400, f"{param} is required", param=param, code="missing")
         code = first["type"] if first["type"] == "unsupported" else "invalid_value"
         message = first["msg"][:1].lower() + first["msg"][1:]
         return ApiError(400, f"{param}: {message}" if param else message, param=param or None, code=code)
+
+    @staticmethod
+    def _of_unknown(place: tuple[int | str, ...], parts: list[str]) -> ApiError:
+        """400 for the field at `place`, which is named if its name is fit to be shown."""
+        key = str(place[-1])
+        within = ".".join(parts[:-1] if parts[-1:] == [key] else parts)
+        if re.fullmatch(r"[!-~]{1,64}", key):
+            param = shown = f"{within}.{key}" if within else key
+        else:
+            param = within or "body"
+            shown = f"a field of {param}"
+        return ApiError(400, f"{shown} is not supported by this server", param=param, code="unsupported")
 
 
 def _error_type(status: int) -> str:
@@ -316,8 +332,9 @@ class TokenizeBody(Strict):
     def _one_of_both(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             invalid("give either prompt or messages", "prompt")
-        if self.prompt is not None and (self.tools or self.chat_template_kwargs):
-            invalid("tools and chat_template_kwargs go with messages", "prompt")
+        for name in ("tools", "chat_template_kwargs"):
+            if self.prompt is not None and getattr(self, name):
+                invalid("goes with messages", name)
         return self
 
 

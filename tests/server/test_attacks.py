@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from nextn.errors import RequestError
 from tests.server.conftest import ANSWER
 from tests.server.fake import FakeEngine, Running, running_server, wait_until
 
@@ -291,3 +292,87 @@ def test_broken_http_disturbs_nobody(shared: Running, sent: bytes) -> None:
         connection.sendall(sent)
     answer = _post(shared, "chat/completions", json.dumps(CHAT).encode())
     assert answer.json()["choices"][0]["message"]["content"] == ANSWER
+
+
+@pytest.mark.parametrize(
+    ("name", "param", "message"),
+    [
+        ("top-p", "top-p", "top-p is not supported by this server"),
+        ("x.y z", "body", "a field of body is not supported by this server"),
+        ("evil\nINFO", "body", "a field of body is not supported by this server"),
+        ("", "body", "a field of body is not supported by this server"),
+        ("k" * 100_000, "body", "a field of body is not supported by this server"),
+        ("naïve", "body", "a field of body is not supported by this server"),
+    ],
+    ids=["hyphen", "space", "line break", "empty", "long", "not ASCII"],
+)
+def test_an_unknown_field_is_named_if_its_name_can_be_shown(
+    shared: Running, name: str, param: str, message: str
+) -> None:
+    """The body as a whole is never called unsupported."""
+    error = _post(shared, "completions", json.dumps({"prompt": "a", name: 1}).encode()).json()["error"]
+    assert (error["param"], error["message"], error["code"]) == (param, message, "unsupported")
+
+
+def test_an_unknown_field_of_a_message_is_named_with_its_place(shared: Running) -> None:
+    content = json.dumps({"messages": [{"role": "user", "content": "a", "cache-control": 1}]}).encode()
+    error = _post(shared, "chat/completions", content).json()["error"]
+    assert error["param"] == "messages.0.cache-control"
+
+
+def test_no_error_repeats_more_than_a_little_of_what_was_sent(shared: Running) -> None:
+    """Neither the request line nor a text that an engine's library quotes."""
+    host, port = shared.url.removeprefix("http://").split(":")
+    for line in (b"A" * 5000 + b" / HTTP/1.1", b"GET /" + b"a" * 50_000 + b" HTTP/1.1"):
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(line + b"\r\nHost: x\r\nConnection: close\r\n\r\n")
+            received = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert received.startswith(b"HTTP/1.1 404")
+        assert len(received) < 2000
+
+
+def test_an_engine_s_refusal_that_quotes_a_long_grammar_is_cut(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RequestError("the grammar cannot be used: " + "(?:" * 20_000, "grammar")
+
+    monkeypatch.setattr(engine, "validate", refuse)
+    with running_server(engine) as running:
+        answer = _post(running, "completions", b'{"prompt": "a", "guided_regex": "(?:"}')
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "guided_regex")
+    assert answer.json()["error"]["message"].startswith("the grammar cannot be used: (?:")
+    assert len(answer.text) < 1300
+
+
+@pytest.mark.parametrize("path", ["/v1/completions/", "/health/", "/tokenize/"])
+def test_no_answer_sends_a_client_to_an_address_of_its_own_making(shared: Running, path: str) -> None:
+    """A redirect would be built from the Host header, and carry the key there."""
+    for method in ("GET", "POST"):
+        answer = httpx.request(method, shared.url + path, headers={"host": "evil.example"})
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "not_found"
+
+
+def test_a_message_that_calls_in_both_forms_is_refused(shared: Running) -> None:
+    """One of them would be dropped unseen."""
+    function = {"name": "f", "arguments": "{}"}
+    both = {
+        "role": "assistant",
+        "function_call": function,
+        "tool_calls": [{"id": "a", "type": "function", "function": function}],
+    }
+    answer = _post(shared, "chat/completions", json.dumps({"messages": [both]}).encode())
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages.0.content")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ({"messages": [{"role": "user", "content": "a" * (2**20 + 1)}]}, "messages"),
+    ],
+)
+def test_tokenize_names_the_field_at_fault(shared: Running, body: dict[str, Any], param: str) -> None:
+    answer = httpx.post(shared.url + "/tokenize", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

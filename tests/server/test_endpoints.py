@@ -62,7 +62,7 @@ def test_a_chat_becomes_the_tokens_that_its_answer_would_start_from(engine: Fake
         ("tokenize", {}, "prompt"),
         ("tokenize", {"prompt": "a"} | CHAT, "prompt"),
         ("tokenize", {"prompt": 5}, "prompt"),
-        ("tokenize", {"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "prompt"),
+        ("tokenize", {"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ("tokenize", {"messages": []}, "messages"),
         ("tokenize", {"prompt": "a", "x": 1}, "x"),
         ("detokenize", {}, "tokens"),
