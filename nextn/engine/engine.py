@@ -336,12 +336,13 @@ class Engine:
         stream = self._streams.pop(entry.request.request_id)
         self.scheduler.finish(entry)
         self.counters.generated_tokens += len(tokens)
+        output = _output(stream, text, tokens, "error", None)
         if reason is None:
             logger.error("request %s: the model computed no finite logit", entry.request.request_id)
             error = "the model computed no finite logit; its weights or its arithmetic are damaged"
-        else:
-            error = f"the grammar allows no further token: {reason}"
-        return replace(_output(stream, text, tokens, "error", None), error=error)
+            return replace(output, error=error)
+        error = f"the grammar allows no further token: {reason}"
+        return replace(output, error=error, error_field="grammar")
 
     def _take(self, stream: _Stream, token: int) -> tuple[str, FinishReason | None, str | int | None]:
         """Text of one token, and why the request ends with it, if it does."""

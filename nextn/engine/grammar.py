@@ -212,6 +212,11 @@ class CompiledGrammar:
         """A request's place in the grammar, at its start."""
         return Matcher(self)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether its matchers share what they find out."""
+        return self._shared
+
     def start(self, *, anew: bool = False) -> LLMatcher:
         """A matcher of the library at the grammar's start."""
         if not self._shared:
@@ -296,9 +301,24 @@ class Matcher:
         inner = self._move(path)
         if not inner.is_error():
             inner.unsafe_compute_mask_ptr(out.data_ptr(), 4 * self._words)
+            self._probe(inner, out)
         if inner.is_error():
             return _brief(inner.get_error())
         return "no text matches it" if inner.is_stopped() and not inner.is_accepting() else None
+
+    def _probe(self, inner: LLMatcher, out: Tensor) -> None:
+        """Bring out an error that a mask keeps to itself.
+
+        Where another request has brought what they share to a limit, everything seems impossible but the text
+        that is forced; such a mask lacks tokens and raises no error, but the next token taken does.
+        """
+        if not self._compiled.is_shared:
+            return
+        words = out.numpy()
+        word = int((words != 0).argmax())
+        token = 32 * word + (int(words[word]) & -int(words[word])).bit_length() - 1
+        if words[word] and token not in self._eos and inner.consume_token(token):
+            inner.rollback(1)
 
     def _restart(self) -> None:
         """Begin anew at the request's own tokens: a matcher that failed stays so."""

@@ -160,10 +160,11 @@ class Output:
 
     text: the new text that is safe to show (complete UTF-8, no part of a stop string).
     token_ids: the new tokens. stop_reason: the stop string or token id that ended the request.
-    error: the message, when finish_reason is 'error'. acceptance: the request's own counter, which
-    goes on counting until the last output. logprobs: one for each of token_ids, when asked for.
-    prompt_logprobs: one for each prompt token, on the first output, when asked for; the first token's is
-    None. cached_tokens: prompt tokens whose latents another request of the group had computed.
+    error: the message, when finish_reason is 'error', and error_field the request's field at fault, if one
+    is. acceptance: the request's own counter, which goes on counting until the last output. logprobs: one
+    for each of token_ids, when asked for. prompt_logprobs: one for each prompt token, on the first output,
+    when asked for; the first token's is None. cached_tokens: prompt tokens whose latents another request of
+    the group had computed.
     """
 
     request_id: str
@@ -174,6 +175,7 @@ class Output:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    error_field: str | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None

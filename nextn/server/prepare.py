@@ -201,7 +201,7 @@ class Preparer:
             with_speculation=bool(body.include_speculation),
             counts_completion=body.token_limit != 0,
         )
-        return Reply(kind, body.model or self._served_names[0], choices, usage)
+        return Reply(kind, body.model or self._served_names[0], choices, usage, body.field_name)
 
     def _tokenizer(self, field: str) -> Tokenizer:
         if self._engine.tokenizer is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -206,10 +206,21 @@ class Usage:
 
 
 class Reply:
-    """The answer to one body: its head, its choices and its usage."""
+    """The answer to one body: its head, its choices and its usage.
 
-    def __init__(self, kind: str, model: str, choices: Sequence[Answer], usage: Usage) -> None:
+    field_name: from the engine's name of a field to the body's.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        model: str,
+        choices: Sequence[Answer],
+        usage: Usage,
+        field_name: Callable[[str], str | None],
+    ) -> None:
         self.choices = choices
+        self.field_name = field_name
         self.usage = usage
         self._chat = kind == "chat"
         prefix = "chatcmpl" if self._chat else "cmpl"

@@ -45,7 +45,7 @@ class WholeAnswer(Response):
         while self._ticket.is_open:
             index, output = await self._ticket.next()
             reply.usage.record(index, output)
-            reason = _finish_reason(output, self._ticket)
+            reason = _finish_reason(output, self._ticket, self._reply)
             chunks[index] += reply.choices[index].take(output)
             if reason is not None:
                 chunks[index].append(reply.choices[index].ending(reason))
@@ -91,7 +91,7 @@ class EventStream(Response):
         while self._ticket.is_open:
             index, output = await self._ticket.next()
             reply.usage.record(index, output)
-            reason = _finish_reason(output, self._ticket)
+            reason = _finish_reason(output, self._ticket, self._reply)
             for chunk in reply.choices[index].take(output):
                 yield self._chunk(chunk)
             if reason is not None:
@@ -110,13 +110,15 @@ def _frame(event: Mapping[str, object]) -> bytes:
     return b"data: " + to_json(event) + b"\n\n"
 
 
-def _finish_reason(output: Output, ticket: Ticket) -> FinishReason | None:
-    """OpenAI knows 'stop' and 'length'; anything else that ends a request is an error."""
+def _finish_reason(output: Output, ticket: Ticket, reply: Reply) -> FinishReason | None:
+    """OpenAI knows 'stop' and 'length'; anything else that ends a request is an error, maybe the client's."""
     if output.finish_reason not in ("error", "abort"):
         return output.finish_reason
     message = output.error or "the request was aborted"
     if ticket.is_stopping:
         raise ApiError(503, message, code="unavailable")
+    if output.error_field is not None:
+        raise ApiError(400, message, param=reply.field_name(output.error_field), code="invalid_value")
     raise ApiError(500, message, code="engine_error")
 
 
