@@ -315,9 +315,10 @@ class Matcher:
         if not self._compiled.is_shared:
             return
         words = out.numpy()
-        word = int((words != 0).argmax())
-        token = 32 * word + (int(words[word]) & -int(words[word])).bit_length() - 1
-        if words[word] and token not in self._eos and inner.consume_token(token):
+        places = (32 * word + bit for word in words.nonzero()[0].tolist() for bit in range(32))
+        allowed = (place for place in places if words[place // 32] >> (place % 32) & 1)
+        token = next((place for place in allowed if place not in self._eos), None)
+        if token is not None and inner.consume_token(token):
             inner.rollback(1)
 
     def _restart(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import re
 import sys
 import threading
@@ -290,6 +291,30 @@ def test_what_all_requests_together_used_up_ends_none_of_them() -> None:
     matcher.advance(encode("abbc"))
     assert matcher.error is None
     assert _mask(matcher)
+
+
+@pytest.mark.parametrize(("limit", "value"), [("max_lexer_states", 60), ("step_lexer_fuel", 200)])
+def test_a_limit_that_others_hit_takes_no_token_from_a_mask(
+    limit: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests with one costly grammar share what they find out: each mask is whole, or the request ends."""
+    grammar = schema(closed({"a": {"type": "string", "maxLength": 9}, "b": {"enum": [1, True, None]}}, ["a"]))
+    unlimited = GRAMMARS.compile(grammar)
+    monkeypatch.setitem(grammar_module.LIMITS, limit, value)
+    compiled = Grammars(lambda: VOCABULARY).compile(grammar)
+    compiled._shared = True
+    draw = random.Random(0)
+    for _ in range(30):
+        compiled._prototype = compiled._make()
+        pairs = [(compiled.matcher(), unlimited.matcher(), list[int]()) for _ in range(3)]
+        for _ in range(45):
+            matcher, twin, taken = draw.choice(pairs)
+            allowed, expected = _mask(matcher), _mask(twin)
+            assert allowed == (set() if matcher.error else expected)
+            if more := sorted(expected - EOS):
+                taken.append(draw.choice(more))
+                matcher.advance(taken)
+                twin.advance(taken)
 
 
 def test_masks_made_side_by_side_are_those_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
