@@ -127,20 +127,18 @@ def test_a_client_that_leaves_gives_its_pages_back(checkpoint: Path, monkeypatch
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_grammar_that_meets_its_limits_in_the_middle_is_the_client_s_fault(
-    checkpoint: Path, stream: bool
-) -> None:
-    """It compiles and has a first mask; what comes then is more than one request may cost."""
+def test_a_grammar_that_goes_beyond_its_limits_is_the_client_s_fault(checkpoint: Path, stream: bool) -> None:
+    """Found when it is compiled, or behind the first tokens, in a stream that has begun: named in both."""
     many = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(1500)}}
     body = {"prompt": "a", "max_tokens": 60, "temperature": 0, "guided_json": many, "stream": stream}
     engine = _engine(checkpoint, SpecConfig(2, 4, 4))
     with running_server(engine) as running:
         answer = httpx.post(running.url + "/v1/completions", json=body, timeout=60)
-        assert answer.status_code == (200 if stream else 400), answer.text
+        assert answer.status_code == 400 or (stream and answer.status_code == 200), answer.text
         events = [
             line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")
         ]
-        error = json.loads(events[-1] if stream else answer.text)["error"]
+        error = json.loads(events[-1] if answer.status_code == 200 else answer.text)["error"]
         assert (error["type"], error["param"]) == ("invalid_request_error", "guided_json")
         assert "grammar" in error["message"]
         wait_until(lambda: not engine.has_work())
