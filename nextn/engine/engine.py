@@ -115,8 +115,16 @@ class Engine:
             )
         self._spec = spec
 
-    def validate(self, prompt_tokens: list[int], params: SamplingParams) -> None:
-        """Raise `RequestError` unless a request with this prompt can run when it is alone."""
+    def validate(self, prompt_tokens: list[int], params: SamplingParams) -> CompiledGrammar | None:
+        """Raise `RequestError` unless a request with this prompt can run when it is alone.
+
+        Returns its grammar, for `Request.compiled`: compiling may take seconds, too long for `add`.
+        """
+        self._check(prompt_tokens, params)
+        return self._compile(params)
+
+    def _check(self, prompt_tokens: list[int], params: SamplingParams) -> None:
+        """All of `validate` that takes no time."""
         if not prompt_tokens:
             raise RequestError("the prompt is empty; it needs at least one token", "prompt")
         vocab = self.worker.models.cfg.vocab_size
@@ -141,7 +149,6 @@ class Engine:
                 f"name fewer stop_token_ids",
                 "stop_token_ids",
             )
-        self._compile(params)
 
     def _compile(self, params: SamplingParams) -> CompiledGrammar | None:
         """The request's grammar; raises `RequestError` for one that cannot be followed to its end."""
@@ -174,11 +181,11 @@ class Engine:
         """Queue a request; raises `RequestError` and keeps nothing of it when it cannot run."""
         if request.request_id in self._streams:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
-        self.validate(request.prompt_tokens, request.params)
+        self._check(request.prompt_tokens, request.params)
         self._check_group(request)
+        grammar = request.compiled or self._compile(request.params)
         seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
         detokenizer = Detokenizer(self.tokenizer, request.params.stop) if self.tokenizer else None
-        grammar = self._compile(request.params)  # from the cache
         self._streams[request.request_id] = _Stream(request, seed, detokenizer, grammar)
         self.scheduler.add(request)
 

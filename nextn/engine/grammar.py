@@ -404,7 +404,9 @@ def _depth(value: object) -> int:
 
 def _brief(reason: str) -> str:
     """The library's reason as one line of bounded length."""
-    line = " ".join(reason.split())
+    line = " ".join(reason.replace("<non-verbose/>", "").split())
+    if "NoExtensionBias" in line:
+        return "its rules refer to themselves without ever coming to a text"
     return line if len(line) <= 300 else line[:297] + "..."
 
 

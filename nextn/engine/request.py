@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nextn.engine.grammar import Grammar
+from nextn.engine.grammar import CompiledGrammar, Grammar
 from nextn.engine.stats import Acceptance
 from nextn.errors import RequestError
 
@@ -127,8 +127,8 @@ class Request:
     """One request on its way through the engine; the engine alone changes it.
 
     choice: which of a group's answers this is; it separates their noise under one seed. group: requests of
-    one group have the same prompt. prompt_logprobs: what prefill has computed of them so far; a request that
-    is preempted keeps it.
+    one group have the same prompt. compiled: what `Engine.validate` returned, where it was asked before.
+    prompt_logprobs: what prefill has computed of them so far; a request that is preempted keeps it.
     """
 
     request_id: str
@@ -136,6 +136,7 @@ class Request:
     params: SamplingParams
     choice: int = 0
     group: str | None = None
+    compiled: CompiledGrammar | None = None
     output_tokens: list[int] = field(default_factory=list)
     acceptance: Acceptance = field(default_factory=Acceptance)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from nextn.engine.grammar import CompiledGrammar
 from nextn.engine.request import FinishReason, Output, Request, SamplingParams
 from nextn.errors import NextnError
 from nextn.server.metrics import Latency, Metrics
@@ -37,8 +38,8 @@ class EngineLike(Protocol):
     def max_model_len(self) -> int:
         """Most tokens of a request, prompt and output together."""
 
-    def validate(self, prompt_tokens: list[int], params: SamplingParams) -> None:
-        """Raise RequestError for a request that cannot be served; changes nothing."""
+    def validate(self, prompt_tokens: list[int], params: SamplingParams) -> CompiledGrammar | None:
+        """Raise RequestError for a request that cannot be served; its grammar, compiled."""
 
     def add(self, request: Request) -> None:
         """Queue a request; raises RequestError and keeps nothing of it when it cannot run."""

@@ -66,16 +66,17 @@ class RequestIds:
 
 
 class KeyRequired:
-    """Everything but probes needs the key, which is compared in constant time."""
+    """Everything but probes needs the key, which is compared in constant time; "bearer" in any case."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self.app = app
-        self.expected = f"Bearer {api_key}".encode()
+        self.expected = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, self.expected):
+            scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+            same = hmac.compare_digest(given.encode("latin-1"), self.expected)
+            if not same or scheme.lower() != "bearer":
                 error = ApiError(
                     401,
                     "the API key is missing or wrong",

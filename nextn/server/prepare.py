@@ -240,11 +240,11 @@ class Preparer:
         limit = asked if asked is not None else room if default is None else min(default, room)
         # No tokens at all: the engine makes one with the prompt's, which the reply leaves out.
         params = body.sampling_params(max(limit, 1), grammar)
-        self._engine.validate(tokens, params)
+        compiled = self._engine.validate(tokens, params)
         name = f"{REQUEST_ID.get() or 'local'}-{uuid.uuid4().hex}"  # a client may give an id twice
         group = name if body.choices > 1 else None
         return [
-            Request(f"{name}-{choice}", tokens, params, choice=choice, group=group)
+            Request(f"{name}-{choice}", tokens, params, choice=choice, group=group, compiled=compiled)
             for choice in range(body.choices)
         ]
 

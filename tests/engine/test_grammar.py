@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,10 +33,11 @@ from nextn.engine.grammar import (
     mask_words,
     run_together,
 )
+from nextn.engine.request import Request
 from nextn.errors import RequestError
 from nextn.text import Tokenizer
 from tests.grammars import EOS, GRAMMARS, TOKENS, VOCABULARY, closed, encode, grammar_engine, schema
-from tests.tiny import prompt_of, request, tiny_engine
+from tests.tiny import drain, prompt_of, request, tiny_engine
 
 VOCAB = len(TOKENS)
 GARBAGE = 0x5A5A5A5A
@@ -372,6 +374,30 @@ def test_any_thread_may_compile() -> None:
         thread.join()
     assert len(set(map(id, found))) == 3
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("name", ["own reference", "endless rule"])
+def test_rules_without_an_end_are_refused_in_words_that_a_client_understands(name: str) -> None:
+    with pytest.raises(RequestError, match="refer to themselves"):
+        GRAMMARS.compile(HOSTILE[name])
+
+
+def test_what_validate_has_compiled_is_not_compiled_again_when_the_request_is_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may have left the cache meanwhile, and the engine's thread cannot wait for the compiler."""
+    engine = grammar_engine()
+    params = SamplingParams(max_tokens=9, temperature=0.0, grammar=Grammar("regex", "[ab]{3}"))
+    compiled = engine.validate([1, 2], params)
+    assert compiled is not None
+
+    def refuse(_: Grammar) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(engine, "grammars", SimpleNamespace(compile=refuse))
+    engine.add(Request("a", [1, 2], params, compiled=compiled))
+    (output,) = [each for each in drain(engine) if each.finish_reason]
+    assert output.finish_reason == "stop"
 
 
 def test_a_grammar_that_takes_too_long_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

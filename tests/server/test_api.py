@@ -245,7 +245,9 @@ def test_only_the_right_key_is_let_in(engine: FakeEngine) -> None:
             answer = httpx.get(url, headers={"Authorization": given.encode()})
             assert answer.status_code == 401, given
         assert httpx.get(url).json()["error"]["code"] == "invalid_api_key"
-        assert httpx.get(url, headers={"Authorization": "Bearer söcret".encode()}).status_code == 200
+        for scheme in ("Bearer", "bearer"):
+            header = {"Authorization": f"{scheme} söcret".encode()}
+            assert httpx.get(url, headers=header).status_code == 200
         assert httpx.get(running.url + "/health").status_code == 200
         client = openai.OpenAI(base_url=running.url + "/v1", api_key="wrong", max_retries=0)
         with client, pytest.raises(openai.AuthenticationError):
