@@ -65,7 +65,7 @@ def made_up_vocabulary(size: int, eos: frozenset[int]) -> Vocabulary:
     draw = random.Random(0)
     words = dict.fromkeys(bytes([byte]) for byte in range(256))
     words |= dict.fromkeys(b'":|","|{"|"}|": |, "|["|"]|}}|],|:{|[{'.split(b"|"))
-    letters = "eeeetttaaooiinnsshhrrddlluc mwfgypbvk0123456789".replace(" ", "").encode()
+    letters = b"eeeetttaaooiinnsshhrrddllucmwfgypbvk0123456789"
     while len(words) < size:
         word = bytes(draw.choices(letters, k=draw.randint(2, 12)))
         words[word if draw.random() < 0.5 else b" " + word] = None

@@ -1,9 +1,9 @@
 """What sampling options add to a decode step, on one model: `python -m bench.options MODEL`.
 
 Each batch runs the same shape greedily, then with temperature, with every option that changes which token is
-chosen, and with log-probabilities too. Before anything is timed, captured steps must bring the tokens of
-steps launched op by op, with every option on; else no figure is printed and the exit status is 1. Acceptance
-is simulated where the weights are random, so that all rows of a table do the same work.
+chosen, and with log-probabilities too. Before a batch is timed, captured steps must bring the tokens of steps
+launched op by op, with every option on; else it has no figures and the exit status is 1. Acceptance is
+simulated, so that all rows of a table do the same work; `--no-simulate` is for weights that are not random.
 """
 
 from __future__ import annotations

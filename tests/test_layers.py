@@ -102,6 +102,13 @@ for module in {modules!r}:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_servers_flags_are_read_without_torch():
+    """`nextn-serve --help` and the refusal of a wrong flag would else wait seconds for it."""
+    program = "import sys, nextn.server.cli; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr or "nextn.server.cli imports torch"
+
+
 def _is_optional(names: set[str]) -> bool:
     """Whether a file is a Triton file: the only kind, beside the server's, that may name them at its top."""
     return any(name.split(".")[0] == "triton" for name in names)

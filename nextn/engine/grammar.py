@@ -3,6 +3,8 @@
 llguidance compiles and matches (docs/structured-output.md says why); without it a request with a grammar is
 refused. A node's mask is a function of the tokens before it alone, so speculation changes no text. Schemas
 come from strangers: their size, depth and cost are bounded, and what cannot be enforced is refused.
+
+torch is imported where masks are made: the server needs this module before it knows that its flags are right.
 """
 
 from __future__ import annotations
@@ -19,14 +21,12 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
-
 from nextn.engine.structural_tag import structural_tag
 from nextn.errors import RequestError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from torch import Tensor
 
     from nextn.text import Tokenizer
 
@@ -72,7 +72,7 @@ MAKE_SECONDS = 0.005
 """A grammar that is ready sooner is made anew for each request: masks can then be made side by side."""
 ANY_OBJECT = '{"type": "object"}'
 
-_CORES = len(os.sched_getaffinity(0))
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _MASKERS = ThreadPoolExecutor(min(8, _CORES // 2), "masks") if _CORES >= 4 else None
 _WORKERS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
 """Compile for all engines of the process: a hostile grammar holds up other grammars, but no request."""
@@ -244,6 +244,8 @@ class Matcher:
 
     def check(self) -> str | None:
         """Why the grammar is of no use, if so; computes its first mask."""
+        import torch
+
         self.fill((0,), (-1,), torch.empty(1, self._words, dtype=torch.int32))
         return self.error
 
@@ -263,6 +265,8 @@ class Matcher:
         that stands below one or below EOS, keeps what `out` held: no answer comes there. Zeros where nothing
         can follow; at the root `error` then says why.
         """
+        import torch
+
         assert out.dtype == torch.int32, f"masks must be int32, are {out.dtype}"
         assert out.shape == (len(tokens), self._words), f"{len(tokens)} masks are {tuple(out.shape)}"
         assert out.stride(1) == 1, "a mask's words must be adjacent"
@@ -383,13 +387,13 @@ def _json_schema(text: str) -> str:
     schema = json.loads(text)
     if not isinstance(schema, dict):
         raise ValueError("a JSON schema must be a JSON object")
-    if _depth(schema) > MAX_DEPTH:
+    if nesting(schema) > MAX_DEPTH:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
     return str(_library().LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS))
 
 
-def _depth(value: object) -> int:
-    """How deep objects and lists are nested."""
+def nesting(value: object) -> int:
+    """How deep the objects and lists of JSON data are nested; 1 for a bare value."""
     depth, level = 0, [value]
     while level:
         depth += 1

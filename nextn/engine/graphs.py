@@ -135,7 +135,6 @@ def run_step(
     """One step; [B, 1 + W] int64: how many tokens each row emitted, and which (W = 0 for `CATCH_UP`).
 
     With `any_logprobs` their log-probabilities follow, see `pack`.
-
     lengths [1] int64 on the device: the length to accept, for a simulated shape. masks: of all rows, called
     while the device verifies, for a shape with grammars.
     """
@@ -178,7 +177,7 @@ def _masked_step(
 
 
 def _pack_trees(tree: DraftTree) -> Tensor:
-    """Tokens and parents in one tensor, so that one copy brings them to the host.  # [2, B, D] int64"""
+    """Tokens and parents in one tensor, so that one copy brings them to the host: [2, B, D] int64."""
     return torch.stack((tree.tokens, tree.parents))
 
 
@@ -263,7 +262,7 @@ class StepGraphs:
         timed: bool = False,
         masks: NodeMasks | None = None,
     ) -> tuple[Tensor, PhaseClock]:
-        """Start one step of `rows`; its result buffer [B, 1 + W], valid until the next run, and its clock.
+        """Start one step of `rows`; its result (see `run_step`), valid until the next run, and its clock.
 
         length: of a simulated shape. The first len(rows) rows of the result are theirs. timed: run a graph
         with marks between its phases, which cost a little; the clock has nothing to say otherwise. masks: of

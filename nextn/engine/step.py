@@ -23,12 +23,7 @@ from nextn.config import SpecConfig
 from nextn.engine.state import RING, RowState, StepBatch
 from nextn.kernels.ops import best_children, chosen_logprobs, compact, level_noise, pick_tokens
 from nextn.kernels.ref.dtypes import accumulation_dtype
-from nextn.kernels.ref.sampling import (
-    SamplingBatch,
-    for_nodes,
-    raw_logprobs,
-    token_logprobs,
-)
+from nextn.kernels.ref.sampling import SamplingBatch, for_nodes, raw_logprobs, token_logprobs
 from nextn.models.deepseek import States
 from nextn.models.inputs import DraftInput, PrefillInput, TreeInput
 from nextn.models.weights import Models
@@ -282,9 +277,8 @@ def draft(
     nextn, k, n = models.nextn, spec.topk, place.n
     tail = state.tail[: batch.size, : max(k * (spec.num_steps - 1), 1)]
 
-    last = state.draft_state.index_select(0, batch.rows).unsqueeze(
-        1
-    )  # [B, 1, hidden], before shared_head.norm
+    # [B, 1, hidden], before shared_head.norm
+    last = state.draft_state.index_select(0, batch.rows).unsqueeze(1)
     states = States(last, nextn.final_norm(last))
     path = _no_path(sampling, batch.size)
     positions = _level_positions(sampling, n, 1, 1)

@@ -378,7 +378,7 @@ class Worker:
         final = [(chunk, end) for chunk, end in zip(chunks, ends, strict=True) if chunk.is_last]
         places = [
             offset + place - chunk.start
-            for chunk, offset, own in zip(chunks, offsets, scored, strict=False)
+            for chunk, offset, own in zip(chunks, offsets[:-1], scored, strict=True)
             for place in own
         ]
         rows = [chunk.entry.row for chunk in chunks]
@@ -530,6 +530,10 @@ def check_kernels(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) ->
             f"the kernels take FP8 blocks of a multiple of 16 columns, this model has "
             f"{cfg.weight_block_size[1]}; --dtype float32 runs it, slowly"
         )
+    from nextn.kernels.attention import runs_by_roles
+
+    if (major, minor) == HOPPER and not runs_by_roles():
+        logger.warning("attention takes its slower kernel: the faster one is for another release of Triton")
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

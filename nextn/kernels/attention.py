@@ -155,11 +155,14 @@ def decode_attention(
     return _merge(partial, log_sums, w_uv, plan, config, (rows, nodes, heads))
 
 
+def runs_by_roles() -> bool:
+    """Whether this device and this Triton can run the kernel of `attention_hopper`."""
+    return is_hopper() and triton.__version__.startswith(ROLES_TRITON)
+
+
 def _by_roles(config: AttentionConfig, cache_layer: Tensor, tail: Tensor, kv_lora: int) -> bool:
     """Whether the kernel of `attention_hopper` is wanted and can run here."""
-    if not (config.roles and config.block_kv == config.block_rows == 64 and is_hopper()):
-        return False
-    if not triton.__version__.startswith(ROLES_TRITON):
+    if not (config.roles and config.block_kv == config.block_rows == 64 and runs_by_roles()):
         return False
     from nextn.kernels import attention_hopper  # not at the top: other devices' Triton may not have its parts
 

@@ -343,7 +343,7 @@ def _adjusted(
 
     if logits.dtype != torch.float64 and logits.shape[2] <= MAX_VOCAB:
         return kernel(logits, batch, path, positions), batch.adjusted()
-    own_path = ref_sampling.path_or_none(logits, batch, path)
+    own_path = ref_sampling.path_or_empty(logits, batch, path)
     return ref_sampling.adjust_logits(logits, batch, *own_path, positions), batch.adjusted()
 
 

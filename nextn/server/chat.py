@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 from pydantic import AfterValidator
 
-from nextn.engine.grammar import Grammar
+from nextn.engine.grammar import MAX_DEPTH, MAX_TEXT, Grammar, nesting
 from nextn.errors import RequestError
 from nextn.server.fields import invalid
 
@@ -25,12 +25,6 @@ CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>
 SEPARATOR = "<｜tool▁sep｜>"
 MARKERS = (THINK, THINK_END, CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
 """What the parser must see in the text, whether or not the tokenizer calls these tokens special."""
-
-MAX_SCHEMA_CHARACTERS = 65536
-"""Longest parameters of one tool, written as JSON."""
-
-MAX_SCHEMA_DEPTH = 64
-"""Deepest nesting of one tool's parameters."""
 
 CallStyle = Literal["v3", "v3.1"]
 """v3: `function` SEPARATOR name, line break, arguments in a json fence. v3.1: name SEPARATOR arguments."""
@@ -391,14 +385,13 @@ class ChatParser:
 
     @staticmethod
     def of(
-        source: ChatFormat | Templates,
+        form: ChatFormat,
         *,
         tools: Sequence[object] | None = None,
         tool_choice: object = None,
         thinking: bool | None = None,
     ) -> ChatParser:
         """The parser for an answer; `thinking` is what `ChatFormat.thinking` says of its prompt."""
-        form = source if isinstance(source, ChatFormat) else ChatFormat.of(source)
         if not form.reasons:
             thinking = False
         return ChatParser(form, tools=bool(tools) and tool_choice != "none", thinking=thinking)
@@ -610,28 +603,15 @@ def _parameters(schema: dict[str, Any]) -> dict[str, Any]:
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         invalid("required must be a list of strings")
-    if _depth(schema) > MAX_SCHEMA_DEPTH:
-        invalid(f"the schema is nested deeper than {MAX_SCHEMA_DEPTH}")
-    if len(json.dumps(schema, ensure_ascii=False)) > MAX_SCHEMA_CHARACTERS:
-        invalid(f"the schema has more than {MAX_SCHEMA_CHARACTERS} characters")
+    if nesting(schema) > MAX_DEPTH:
+        invalid(f"the schema is nested deeper than {MAX_DEPTH}")
+    if len(json.dumps(schema, ensure_ascii=False)) > MAX_TEXT:
+        invalid(f"the schema has more than {MAX_TEXT} characters")
     return schema
 
 
 Parameters = Annotated[dict[str, Any], AfterValidator(_parameters)]
 """Type of `parameters` in a tool's function."""
-
-
-def _depth(value: object) -> int:
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        level = [
-            child
-            for each in level
-            if isinstance(each, dict | list)
-            for child in (each.values() if isinstance(each, dict) else each)
-        ]
-    return depth
 
 
 def call_grammar(

@@ -13,13 +13,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StringConstraints
 from pydantic_core import from_json
 
-from nextn.engine.grammar import Grammar
+from nextn.engine.grammar import MAX_TEXT, Grammar
 from nextn.server.fields import Strict, invalid, unsupported
 
-MAX_GRAMMAR_CHARACTERS = 65536
-"""Longest schema, expression or grammar; what a short one may cost is the engine's to bound."""
-
-_Text = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+_Text = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
 
 
 class JsonSchemaFormat(Strict):
@@ -114,8 +111,8 @@ def _of_schema(name: str, schema: dict[str, Any] | str | None) -> Grammar | None
         value, text = None, ""
     if not isinstance(value, dict):
         invalid("must be a JSON schema, which is a JSON object", name)
-    if len(text) > MAX_GRAMMAR_CHARACTERS:
-        invalid(f"the schema has more than {MAX_GRAMMAR_CHARACTERS} characters", name)
+    if len(text) > MAX_TEXT:
+        invalid(f"the schema has more than {MAX_TEXT} characters", name)
     return Grammar("json_schema", text)
 
 

@@ -31,6 +31,9 @@ from nextn.text import Tokenizer
 MAX_TOKENIZED_CHARACTERS = 2**20
 """Longest text of /tokenize: megabytes would cost seconds of a core each."""
 
+MAX_ECHOED_LOGPROBS = 2**18
+"""Most log-probabilities of prompt tokens in one answer: each is some 24 bytes of JSON."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -62,6 +65,7 @@ class Preparer:
             for prompt in body.prompt:
                 tokens = prompt if isinstance(prompt, list) else self._tokens(body, prompt)
                 requests += self._requests(body, tokens, grammar, default=COMPLETION_MAX_TOKENS)
+                self._check_echo(body, requests)
                 echo = self._echo(prompt, tokens) if body.echo else None
                 choices += [
                     TextChoice(
@@ -184,6 +188,21 @@ class Preparer:
             parallel=body.parallel_tool_calls is not False,
             otherwise=None if body.constraint is None else body.constraint[1],
         )
+
+    @staticmethod
+    def _check_echo(body: Body, requests: Sequence[Request]) -> None:
+        """Raise 400 for more log-probabilities of prompts than one answer may carry."""
+        if body.echoed_logprobs is None:
+            return
+        echoed = sum(len(request.prompt_tokens) for request in requests) * (1 + body.echoed_logprobs)
+        if echoed > MAX_ECHOED_LOGPROBS:
+            raise ApiError(
+                400,
+                f"echo with logprobs asks for {echoed} log-probabilities of prompt tokens; at most "
+                f"{MAX_ECHOED_LOGPROBS} are given in one answer: fewer prompts, answers or alternatives fit",
+                param="logprobs",
+                code="invalid_value",
+            )
 
     def _check(self, body: Body, prompts: int) -> None:
         self.check_model(body.model)

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from nextn.errors import RequestError
+from nextn.server import prepare
 from tests.server.conftest import ANSWER
 from tests.server.fake import FakeEngine, Running, running_server, wait_until
 
@@ -376,3 +377,15 @@ def test_a_message_that_calls_in_both_forms_is_refused(shared: Running) -> None:
 def test_tokenize_names_the_field_at_fault(shared: Running, body: dict[str, Any], param: str) -> None:
     answer = httpx.post(shared.url + "/tokenize", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_an_answer_of_endless_logprobs_is_refused_before_it_is_computed(
+    shared: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each prompt token of each answer would come back with its alternatives: megabytes for kilobytes."""
+    monkeypatch.setattr(prepare, "MAX_ECHOED_LOGPROBS", 20_000)
+    prompts = [[5] * 200] * 4
+    body: dict[str, Any] = {"prompt": prompts, "echo": True, "logprobs": 20, "max_tokens": 0}
+    assert httpx.post(shared.url + "/v1/completions", json=body, timeout=60).status_code == 200
+    refused = httpx.post(shared.url + "/v1/completions", json=body | {"n": 2}, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")

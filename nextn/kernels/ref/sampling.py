@@ -183,7 +183,7 @@ def chosen_logprobs(
 
     path, positions: as in `process_logits`.
     """
-    adjusted = adjust_logits(logits, batch, *path_or_none(logits, batch, path), positions)
+    adjusted = adjust_logits(logits, batch, *path_or_empty(logits, batch, path), positions)
     return token_logprobs(asked_logprobs(logits, adjusted, batch), tokens)
 
 
@@ -272,7 +272,7 @@ def best_children(
     [B, M]: of the children, needed with biases and bans. Values are log-probabilities (see `child_values`),
     -inf where the model computed nothing.
     """
-    logp = process_logits(logits, batch, *path_or_none(logits, batch, path), positions)
+    logp = process_logits(logits, batch, *path_or_empty(logits, batch, path), positions)
     scores = logp if noise is None else logp + noise
     values = logp if noise is None else child_values(scores, logp, batch, tau)
     tokens, chosen = top_children(scores, values, k)
@@ -292,7 +292,7 @@ def pick_tokens(
     logits [B, M, V]; noise [B, levels, V or 1] from `level_noise`, of which node m takes noise[row,
     level[row, m]]; level [B, M] int64 (a tree's depth); path and positions as in `best_children`.
     """
-    logp = process_logits(logits, batch, *path_or_none(logits, batch, path), positions)
+    logp = process_logits(logits, batch, *path_or_empty(logits, batch, path), positions)
     return pick(add_noise(logp, noise, level))
 
 
@@ -342,7 +342,7 @@ def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
     return (product >> 32) + word, product & WORD
 
 
-def path_or_none(
+def path_or_empty(
     logits: Tensor, batch: SamplingBatch, path: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """`path`, or an empty one where nobody counts it."""
