@@ -20,7 +20,7 @@ from nextn.kernels.ref.attention import MAX_TREE_NODES
 
 WARP = tl.constexpr(32)
 ROLES_TRITON = "3.6."
-"""The Triton whose Gluon `attention_hopper` is written for: its interface still changes between releases."""
+"""The Triton with which `attention_hopper` has run; Gluon still changes. 3.7 and 3.8 compile it."""
 INTERPRETED_SPLITS = 4  # programs where there are no SMs to fill
 
 
