@@ -23,7 +23,7 @@ MAX_LOGPROBS = 20
 class SamplingParams:
     """How the tokens of one request are chosen and when they end.
 
-    The defaults stand for themselves: a checkpoint's generation_config.json sets defaults in the server only.
+    The defaults stand for themselves: nothing takes others from a checkpoint's generation_config.json.
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch the filters off. A seed of None is drawn by
     the engine. The order is grammar and min_tokens, penalties, logit_bias, temperature, min_p, top_k, top_p.
 
