@@ -1,7 +1,7 @@
 # On a fresh machine: `make serve` or `make test`. Everything is installed into .venv and nothing else.
 #   make serve ARGS="--port 9000"             more flags for nextn-serve
 #   make test  ARGS="tests/tree -k accept"    more flags for pytest
-#   make serve PIP_ARGS="--index-url URL"     another package index, e.g. one with CPU builds of torch
+#   make serve PIP_ARGS="..."                 more flags for pip, e.g. an index with CPU builds of torch
 #   make serve CONSTRAINTS=                   newest releases instead of those that CI tests with
 
 PYTHON ?= python3

@@ -15,9 +15,10 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -96,9 +97,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for case, result in zip(cases, results, strict=True):
         print(line(case, result, baseline.get(case.name)))
     if args.jsonl:
-        args.jsonl.parent.mkdir(parents=True, exist_ok=True)
-        args.jsonl.write_text("".join(json.dumps(result) + "\n" for result in results))
+        write_jsonl(args.jsonl, results)
     return 0
+
+
+def write_jsonl(path: Path, results: Iterable[Mapping[str, object]]) -> None:
+    """One JSON object a line; the folder is made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(result) + "\n" for result in results))
 
 
 def run_cases(
@@ -123,14 +129,23 @@ def run_cases(
     return [results[case.name] for case in cases]
 
 
-def captured_steps_agree(engine: Engine, batch: int, specs: Iterable[SpecConfig | None]) -> bool:
-    """Whether a few cycles of each shape bring the same tokens as graphs and launched op by op."""
+def captured_steps_agree(
+    engine: Engine,
+    batch: int,
+    specs: Iterable[SpecConfig | None],
+    temperature: float = 0.0,
+    **options: Any,
+) -> bool:
+    """Whether a few cycles of each shape bring the same tokens as graphs and launched op by op.
+
+    options: further fields of `SamplingParams`. Says so where they do not.
+    """
     if not engine.worker.runs_ahead:
         return True
     for spec in specs:
         brought = []
         for eager in (False, True):
-            run = BatchRun(engine, prompts(engine, 256, batch, seed=1), 64, 0.0)
+            run = BatchRun(engine, prompts(engine, 256, batch, seed=1), 64, temperature, **options)
             brought.append([run.step(spec, eager=eager) for _ in range(CHECKED_CYCLES)])
             run.close()
         if brought[0] != brought[1]:

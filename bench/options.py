@@ -9,7 +9,6 @@ simulated, so that all rows of a table do the same work; `--no-simulate` is for 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
 import sys
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.cycles import ACCEPT_LENGTH, CHECKED_CYCLES, prompts
+from bench.cycles import ACCEPT_LENGTH, captured_steps_agree, prompts, write_jsonl
 from nextn.config import SpecConfig
 from nextn.engine.bench import BatchRun, environment, simulated_lengths, spare_tokens
 from nextn.engine.engine import Engine
@@ -54,31 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine = Engine.from_config(resolve_model(args.model), config)
         spec = engine.spec
         results = []
+        temperature, options = CASES["every option, 20 logprobs"]
         for batch in args.batch_size:
-            if not _captured_steps_agree(engine, spec, batch):
-                print(f"captured steps and single launches disagree (batch {batch}): no figures")
+            if not captured_steps_agree(engine, batch, [spec], temperature, **options):
                 return 1
             results += _measure(engine, spec, batch, args)
     except NextnError as error:
         print(f"bench.options: {error}", file=sys.stderr)
         return 2
     if args.jsonl:
-        args.jsonl.parent.mkdir(parents=True, exist_ok=True)
-        args.jsonl.write_text("".join(json.dumps(result) + "\n" for result in results))
+        write_jsonl(args.jsonl, results)
     return 0
-
-
-def _captured_steps_agree(engine: Engine, spec: SpecConfig | None, batch: int) -> bool:
-    """Whether a few cycles with every option bring the same tokens as graphs and launched op by op."""
-    if not engine.worker.runs_ahead:
-        return True
-    temperature, options = CASES["every option, 20 logprobs"]
-    brought = []
-    for eager in (False, True):
-        run = BatchRun(engine, prompts(engine, 256, batch, seed=1), 64, temperature, **options)
-        brought.append([run.step(spec, eager=eager) for _ in range(CHECKED_CYCLES)])
-        run.close()
-    return brought[0] == brought[1]
 
 
 def _measure(

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-SHOWN_MARKERS = frozenset(
-    {
-        *("<think>", "</think>", "<｜tool▁sep｜>"),
-        *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
-    }
-)
-"""Markers of reasoning and tool calls, which are text: who reads the answer tells its parts apart by them."""
+THINK, THINK_END = "<think>", "</think>"
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+SEPARATOR = "<｜tool▁sep｜>"
+MARKERS = (THINK, THINK_END, CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
+"""Of reasoning and tool calls. They are text, whether or not the tokenizer calls these tokens special: who
+reads the answer tells its parts apart by them."""
 
 
 class Tokenizer:
@@ -52,7 +52,7 @@ class Tokenizer:
         self.special_ids: frozenset[int] = frozenset(
             number
             for number, token in self._model.get_added_tokens_decoder().items()
-            if token.special and token.content not in SHOWN_MARKERS
+            if token.special and token.content not in MARKERS
         )
         self.bos_token_id: int | None = _token_id(self._fast.bos_token_id)
         adds_bos = settings.get("add_bos_token")

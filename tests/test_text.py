@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nextn.errors import CheckpointError, RequestError
-from nextn.text import SHOWN_MARKERS, Detokenizer, Tokenizer
+from nextn.text import MARKERS, Detokenizer, Tokenizer
 from tests.server.byte_bpe import ASSISTANT, BOS, EOS, PAD, USER, write_tokenizer
 
 
@@ -311,7 +311,7 @@ def test_tokens_are_spelt_for_people(tokenizer: Tokenizer) -> None:
     assert tokenizer.token_text(10**6) == ""
 
 
-@pytest.mark.parametrize("marker", sorted(SHOWN_MARKERS))
+@pytest.mark.parametrize("marker", sorted(MARKERS))
 def test_markers_of_reasoning_and_calls_are_text_even_if_they_are_special(
     tmp_path: Path, marker: str
 ) -> None:

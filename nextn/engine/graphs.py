@@ -42,6 +42,9 @@ from nextn.tree.tree import DraftTree
 
 logger = logging.getLogger(__name__)
 
+FLAGS = ("any_sampled", "any_filter", "any_penalty", "any_bias", "any_logprobs", "any_grammar")
+"""Fields of a `Shape` and of a `StepBatch` that say which sampling work is done."""
+
 NodeMasks = Callable[[Tensor], Tensor]
 """From the trees of a step, tokens and parents [2, B, D] int64, to which tokens may follow each node, [R, D,
 words] int32, of the first R <= B rows. Both lie on the host; on a GPU machine in pinned memory."""
@@ -75,6 +78,11 @@ class Shape:
         return self.spec.draft_tokens if self.spec else 1
 
     @property
+    def flags(self) -> dict[str, bool]:
+        """The sampling work of the step: the flags of a `StepBatch`."""
+        return {name: getattr(self, name) for name in FLAGS}
+
+    @property
     def recorded(self) -> Shape:
         """The shape whose graph serves this one: options that change logits are recorded all or none.
 
@@ -88,8 +96,7 @@ class Shape:
     def __str__(self) -> str:
         if self.catches_up:
             return "catch-up"
-        kinds = ("sampled", "filter", "penalty", "bias", "logprobs", "grammar")
-        names = [name for name in kinds if getattr(self, f"any_{name}")]
+        names = [name.removeprefix("any_") for name, wanted in self.flags.items() if wanted]
         return " ".join([str(self.spec or "plain"), *names, *(["simulated"] if self.simulated else [])])
 
 
@@ -101,8 +108,8 @@ CATCH_UP = Shape(None, catches_up=True)
 class HostCopy:
     """A tensor on its way to the host."""
 
-    _copy: Tensor
-    _done: torch.cuda.Event | None
+    copy: Tensor
+    done: torch.cuda.Event | None
 
     @staticmethod
     def start(source: Tensor) -> HostCopy:
@@ -117,9 +124,9 @@ class HostCopy:
 
     def wait(self) -> Tensor:
         """The copy, once it has come."""
-        if self._done is not None:
-            self._done.synchronize()
-        return self._copy
+        if self.done is not None:
+            self.done.synchronize()
+        return self.copy
 
 
 def run_step(
@@ -301,12 +308,7 @@ class StepGraphs:
             rows=torch.full((bucket,), state.scratch_row, dtype=torch.int64, device=state.device),
             live=torch.zeros(bucket, dtype=torch.bool, device=state.device),
             pages=state.page_table.shape[1],
-            any_sampled=shape.any_sampled,
-            any_filter=shape.any_filter,
-            any_penalty=shape.any_penalty,
-            any_bias=shape.any_bias,
-            any_logprobs=shape.any_logprobs,
-            any_grammar=shape.any_grammar,
+            **shape.flags,
         )
         lengths = torch.ones(1, dtype=torch.int64, device=state.device)
 

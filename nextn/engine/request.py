@@ -14,9 +14,11 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_BIASES = 300
+"""Tokens in one logit_bias, as OpenAI documents it."""
 MAX_BANNED = 32
 """Stop token ids, EOS included, that min_tokens can hold back."""
 MAX_LOGPROBS = 20
+"""As in kernels.ref.sampling, whose torch this file does without."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nextn.config import EngineConfig, ModelConfig, SpecConfig
 from nextn.engine.grammar import Matcher, mask_words, run_together
-from nextn.engine.graphs import CATCH_UP, NodeMasks, Shape, StepGraphs, run_step
+from nextn.engine.graphs import CATCH_UP, HostCopy, NodeMasks, Shape, StepGraphs, run_step
 from nextn.engine.memory import plan_memory
 from nextn.engine.phases import PhaseClock
 from nextn.engine.request import SamplingParams, TokenLogprobs
@@ -72,8 +72,7 @@ class Launched:
     """
 
     entries: tuple[Running, ...]
-    result: Tensor
-    copied: torch.cuda.Event | None
+    result: HostCopy
     drafted: int
     clock: PhaseClock
     width: int
@@ -83,24 +82,17 @@ class Launched:
         entries: tuple[Running, ...], result: Tensor, drafted: int, clock: PhaseClock, width: int
     ) -> Launched:
         """Send the entries' rows, the first of a step's result, to the host, without waiting for it."""
-        host, copied = result, None
-        if result.is_cuda:
-            host = torch.empty(len(entries), result.shape[1], dtype=result.dtype, pin_memory=True)
-            host.copy_(result[: len(entries)], non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-        launched = Launched(entries, host, copied, drafted, clock, width)
+        launched = Launched(entries, HostCopy.start(result[: len(entries)]), drafted, clock, width)
         for entry in entries:
             entry.ahead += launched.width
         return launched
 
     def wait(self) -> Emitted:
         """The step's tokens; waits until it has run. To be called once."""
-        if self.copied is not None:
-            self.copied.synchronize()
+        result = self.result.wait()
         for entry in self.entries:
             entry.ahead -= self.width
-        head, tail = self.result[:, : 1 + self.width], self.result[:, 1 + self.width :]
+        head, tail = result[:, : 1 + self.width], result[:, 1 + self.width :]
         tokens = [row[1 : 1 + row[0]] for row in head.tolist()]
         params = [entry.request.params for entry in self.entries]
         return Emitted(tokens, self.drafted, read_logprobs(tail, tokens, params))

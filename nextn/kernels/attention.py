@@ -213,65 +213,42 @@ def _merge(
     rows, nodes, heads = shape
     value_dim, kv_lora = w_uv.shape[1:]
     count = rows * nodes
-    latent = dot_block(kv_lora)
     out = partial.new_empty(count, heads * value_dim)
+    results, cut = (partial, log_sums, plan.bounds), (rows, nodes, heads, config.splits)
+    strides = (w_uv.stride(0), w_uv.stride(1), value_dim)
+    common = {"KV_LORA": kv_lora, "LATENT": dot_block(kv_lora), **launch_options()}
+    merging = {
+        "BLOCK_ROWS": config.block_rows,
+        "SLOTS": config.merge_slots,
+        "num_warps": config.merge_warps,
+        **common,
+    }
+    value_tiles = triton.cdiv(value_dim, config.up_values)
     if config.fused:
-        _merge_up_kernel[(count, triton.cdiv(value_dim, config.up_values), heads)](
-            partial,
-            log_sums,
-            plan.bounds,
+        _merge_up_kernel[(count, value_tiles, heads)](
+            *results,
             w_uv,
             out,
-            w_uv.stride(0),
-            w_uv.stride(1),
-            value_dim,
-            rows,
-            nodes,
-            heads,
-            config.splits,
-            KV_LORA=kv_lora,
-            LATENT=latent,
-            BLOCK_ROWS=config.block_rows,
+            *strides,
+            *cut,
             VALUES=config.up_values,
-            SLOTS=config.merge_slots,
             ALL_SLOTS=triton.next_power_of_2(config.splits),
-            num_warps=config.merge_warps,
-            **launch_options(),
+            **merging,
         )
         return out
     merged = partial.new_empty(count, heads, kv_lora)
-    _merge_kernel[(count * heads,)](
-        partial,
-        log_sums,
-        plan.bounds,
-        merged,
-        rows,
-        nodes,
-        heads,
-        config.splits,
-        KV_LORA=kv_lora,
-        LATENT=latent,
-        BLOCK_ROWS=config.block_rows,
-        SLOTS=config.merge_slots,
-        num_warps=config.merge_warps,
-        **launch_options(),
-    )
-    grid = (heads, triton.cdiv(value_dim, config.up_values), triton.cdiv(count, config.up_nodes))
-    _up_kernel[grid](
+    _merge_kernel[(count * heads,)](*results, merged, *cut, **merging)
+    _up_kernel[(heads, value_tiles, triton.cdiv(count, config.up_nodes))](
         merged,
         w_uv,
         out,
-        w_uv.stride(0),
-        w_uv.stride(1),
-        value_dim,
+        *strides,
         count,
         heads,
-        KV_LORA=kv_lora,
-        LATENT=latent,
         NODES=config.up_nodes,
         VALUES=config.up_values,
         num_warps=config.up_warps,
-        **launch_options(),
+        **common,
     )
     return out
 

@@ -126,6 +126,14 @@ def _blocks_of(lists, row, program, run, known):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def _place_of(block, prefix, prefix_blocks, tail_len):  # type: ignore[no-untyped-def]
+    """Whether a row's block lies in the tail, its first entry there or in the prefix, and how many follow."""
+    in_tail = block >= prefix_blocks
+    begin = gl.where(in_tail, block - prefix_blocks, block) * BLOCK
+    return in_tail, begin, gl.where(in_tail, tail_len, prefix) - begin
+
+
+@gluon.jit
 def _fetch(  # type: ignore[no-untyped-def]
     sources,
     lists,
@@ -252,9 +260,7 @@ def _score(  # type: ignore[no-untyped-def]
             keys = high.index(stage).permute((1, 0))
             scores = warpgroup_mma(query_high, keys, scores, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[scores])
-            in_tail = block >= prefix_blocks
-            begin = gl.where(in_tail, block - prefix_blocks, block) * BLOCK
-            count = gl.where(in_tail, tail_len, prefix) - begin  # entries from here on
+            in_tail, begin, count = _place_of(block, prefix, prefix_blocks, tail_len)
             if in_tail or count < BLOCK:
                 word = gl.where(in_tail, seen >> begin, -1)
                 visible = (key < count)[None, :] & (((word[:, None] >> key.to(gl.int64)[None, :]) & 1) != 0)
@@ -323,9 +329,7 @@ def _multiply(  # type: ignore[no-untyped-def]
             turn += 1
             mbarrier.wait(ready, handed & 1)
             handed += 1
-            in_tail = block >= prefix_blocks
-            begin = gl.where(in_tail, block - prefix_blocks, block) * BLOCK
-            count = gl.where(in_tail, tail_len, prefix) - begin
+            _, _, count = _place_of(block, prefix, prefix_blocks, tail_len)
             if count < BLOCK:
                 _clear_after(high.index(stage), count)
             shrink = factors.load(gl.SliceLayout(1, VALUES))

@@ -18,13 +18,16 @@ from pydantic import AfterValidator
 from nextn.engine.grammar import MAX_DEPTH, MAX_TEXT, Grammar, nesting
 from nextn.errors import RequestError
 from nextn.server.fields import invalid
-
-THINK, THINK_END = "<think>", "</think>"
-CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-SEPARATOR = "<｜tool▁sep｜>"
-MARKERS = (THINK, THINK_END, CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
-"""What the parser must see in the text, whether or not the tokenizer calls these tokens special."""
+from nextn.text import (
+    CALL_BEGIN,
+    CALL_END,
+    CALLS_BEGIN,
+    CALLS_END,
+    MARKERS,
+    SEPARATOR,
+    THINK,
+    THINK_END,
+)
 
 CallStyle = Literal["v3", "v3.1"]
 """v3: `function` SEPARATOR name, line break, arguments in a json fence. v3.1: name SEPARATOR arguments."""

@@ -17,17 +17,13 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from nextn.engine.request import MAX_BIASES, MAX_LOGPROBS
+
 MAX_PROMPTS = 64
 """Most prompts in one /v1/completions request."""
 
 MAX_CHOICES = 16
 """Largest n."""
-
-MAX_LOGIT_BIAS = 300
-"""Most tokens in one logit_bias, as OpenAI documents it."""
-
-MAX_TOP_LOGPROBS = 20
-"""Most alternatives beside each token."""
 
 
 class Strict(BaseModel):
@@ -100,8 +96,8 @@ def _bias(value: object) -> object:
     """OpenAI's object of token ids, which JSON makes strings; each id may be spelt in one way only."""
     if not isinstance(value, dict):
         return value
-    if len(value) > MAX_LOGIT_BIAS:
-        invalid(f"has {len(value)} tokens; at most {MAX_LOGIT_BIAS} are taken")
+    if len(value) > MAX_BIASES:
+        invalid(f"has {len(value)} tokens; at most {MAX_BIASES} are taken")
     for key, bias in value.items():
         if not (key.isascii() and key.isdigit() and len(key) < 11 and str(int(key)) == key):
             invalid("each key must be a token id, written in decimal digits")
@@ -116,7 +112,7 @@ Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
 TopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
-TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Prompts = Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
 LogitBias = Annotated[
     dict[str, Any],

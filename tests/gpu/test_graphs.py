@@ -135,8 +135,8 @@ def test_the_host_runs_ahead_of_the_device(models: Models) -> None:
     entries = tuple(engine.scheduler.running)
     torch.cuda._sleep(200_000_000)  # about 0.1 s of the device's time
     launched = engine.worker.launch(entries, SPEC)
-    assert launched.copied is not None
-    assert not launched.copied.query()
+    assert launched.result.done is not None
+    assert not launched.result.done.query()
     assert launched.wait().tokens[0]
 
 
