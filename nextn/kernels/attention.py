@@ -15,7 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextn.kernels.launch import LOG2_E, dot_block, is_hopper, launch_options, wait_for_inputs
+from nextn.kernels.launch import (
+    EARLY,
+    LOG2_E,
+    dot_block,
+    is_hopper,
+    launch_options,
+    wait_alone,
+    wait_for_inputs,
+)
 from nextn.kernels.ref.attention import MAX_TREE_NODES
 
 WARP = tl.constexpr(32)
@@ -131,7 +139,9 @@ def decode_attention(
     cache_layer [pages, page_size, C], page_table [B, P] int64, prefix_lens [B] int64, tail [B, E, C], mask
     [B, M] int64 with at least one bit below E a node, w_uv [H, v, kv_lora]; C = kv_lora + rope. All values
     are bf16. Cache entries beyond a prefix may hold NaN, the tail's must be finite. `plan` is what
-    `plan_attention` returned for the same prefix_lens and E. No host sync.
+    `plan_attention` returned for the same prefix_lens and E. No host sync. What the plan was made of, the
+    page table, the masks and the entries of prefixes are read before the kernel launched just before has
+    ended, so that one must not write them.
     """
     rows, nodes, heads = _check(q, cache_layer, page_table, prefix_lens, tail, mask, w_uv, plan)
     value_dim, kv_lora = w_uv.shape[1:]
@@ -291,7 +301,7 @@ def _check(
 def _plan_kernel(  # type: ignore[no-untyped-def]
     lens_ptr, bounds_ptr, rows, tail_blocks, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
 ):
-    wait_for_inputs(PDL)
+    wait_alone(PDL)  # attention may come next, and reads the plan early
     row = tl.arange(0, ROWS)
     keep = row < rows
     lens = tl.load(lens_ptr + row, mask=keep, other=0).to(tl.int32)
@@ -473,10 +483,13 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _results_of(bounds_ptr, row, pair, rows, splits, BLOCK_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a (node, head) pair's partial results begin, BLOCK_ROWS apart, and how many there are."""
-    run = tl.cdiv(tl.load(bounds_ptr + rows), splits)
-    first = tl.load(bounds_ptr + row) // run
-    count = (tl.load(bounds_ptr + row + 1) - 1) // run - first + 1
+    """Where a (node, head) pair's partial results begin, BLOCK_ROWS apart, and how many there are.
+
+    May be asked before the attention kernel has ended, for the plan came before that.
+    """
+    run = tl.cdiv(tl.load(bounds_ptr + rows, cache_modifier=EARLY), splits)
+    first = tl.load(bounds_ptr + row, cache_modifier=EARLY) // run
+    count = (tl.load(bounds_ptr + row + 1, cache_modifier=EARLY) - 1) // run - first + 1
     first_slot = (pair // BLOCK_ROWS).to(tl.int64) * (splits + rows - 1) + first + row
     return first_slot * BLOCK_ROWS + pair % BLOCK_ROWS, count
 
@@ -512,11 +525,11 @@ def _merge_up_kernel(  # type: ignore[no-untyped-def]
         mask=(value < value_dim)[:, None] & (column < KV_LORA)[None, :],
         other=0.0,
     )
-    wait_for_inputs(PDL)
     node = tl.program_id(0)
     row = node // nodes
     pair = (node % nodes) * heads + head
     start, count = _results_of(bounds_ptr, row, pair, rows, splits, BLOCK_ROWS)
+    wait_for_inputs(PDL)
 
     every = tl.arange(0, ALL_SLOTS)
     log_sums = tl.load(log_sums_ptr + start + every * BLOCK_ROWS, mask=every < count, other=float("-inf"))
@@ -558,11 +571,11 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     """One (node, head) pair: its partial results, weighted by their shares of the softmax's sum."""
-    wait_for_inputs(PDL)
     number = tl.program_id(0)
     row = number // (nodes * heads)
     pair = number % (nodes * heads)
     start, count = _results_of(bounds_ptr, row, pair, rows, splits, BLOCK_ROWS)
+    wait_for_inputs(PDL)
 
     column, slot = tl.arange(0, LATENT), tl.arange(0, SLOTS)
     keep = (column < KV_LORA)[None, :]

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nextn.kernels.launch import launch_options, wait_for_inputs
+from nextn.kernels.launch import EARLY, launch_options, wait_for_inputs
 
 ROWS = 64
 """(node, head) pairs of a tile, and entries of a block: one wgmma's height."""
@@ -113,13 +113,15 @@ def _meet():  # type: ignore[no-untyped-def]
 def _blocks_of(lists, row, program, run, known):  # type: ignore[no-untyped-def]
     """A row's prefix length, and which of its blocks a program computes.
 
-    `known`: a row with its bounds and prefix length, so that the first one costs no round trip to memory.
+    `known`: a row with its bounds, prefix length and first page, so that the first one costs no round trip
+    to memory.
     """
     lens_ptr, bounds_ptr = lists
-    known_row, begin, end, prefix = known
+    known_row, begin, end, prefix, _ = known
     if row != known_row:
-        begin, end = gl.load(bounds_ptr + row), gl.load(bounds_ptr + row + 1)
-        prefix = gl.load(lens_ptr + row).to(gl.int32)
+        begin = gl.load(bounds_ptr + row, cache_modifier=EARLY)
+        end = gl.load(bounds_ptr + row + 1, cache_modifier=EARLY)
+        prefix = gl.load(lens_ptr + row, cache_modifier=EARLY).to(gl.int32)
     first = gl.maximum(program * run - begin, 0)
     last = gl.minimum(program * run + run, end) - begin
     return prefix, first, last
@@ -143,8 +145,12 @@ def _fetch(  # type: ignore[no-untyped-def]
     full,
     free,
     PAGE_SIZE: gl.constexpr,
+    PDL: gl.constexpr,
 ):
-    """The fetching warp: every block of every row, as soon as its buffer is free."""
+    """The fetching warp: every block of every row, as soon as its buffer is free.
+
+    Prefixes were written by earlier steps, so their blocks do not wait for the kernel before this one.
+    """
     cache, cache_rope, tail, tail_rope = sources
     program, run, first_row, last_row, known = work
     table_ptr, table_stride, pitch = table
@@ -157,7 +163,11 @@ def _fetch(  # type: ignore[no-untyped-def]
         prefix, first, last = _blocks_of(lists, row, program, run, known)
         prefix_blocks = gl.cdiv(prefix, BLOCK)
         row_table_ptr = table_ptr + row * table_stride
-        page = gl.load(row_table_ptr + first * BLOCK // PAGE_SIZE, mask=first < prefix_blocks, other=0)
+        page = known[4]
+        if row != known[0]:
+            there = first < prefix_blocks
+            page_ptr = row_table_ptr + first * BLOCK // PAGE_SIZE
+            page = gl.load(page_ptr, mask=there, other=0, cache_modifier=EARLY)
         for block in range(first, last):
             stage = turn % STAGES
             phase = (turn // STAGES) & 1
@@ -167,11 +177,13 @@ def _fetch(  # type: ignore[no-untyped-def]
             place = row * pitch + (block - prefix_blocks) * BLOCK
             # Asked for before the wait, so that the next block does not wait for its address.
             follows = block + 1 < prefix_blocks
-            page = gl.load(row_table_ptr + (block + 1) * BLOCK // PAGE_SIZE, mask=follows, other=0)
+            next_ptr = row_table_ptr + (block + 1) * BLOCK // PAGE_SIZE
+            page = gl.load(next_ptr, mask=follows, other=0, cache_modifier=EARLY)
             low_bar, high_bar = full_low.index(stage), full_high.index(stage)
             mbarrier.wait(free_low.index(stage), phase ^ 1)
             mbarrier.expect(low_bar, cache.block_type.nbytes + cache_rope.block_type.nbytes)
             if in_tail:
+                wait_for_inputs(PDL)
                 tma.async_copy_global_to_shared(tail, [place, 0], low_bar, low.index(stage))
                 tma.async_copy_global_to_shared(tail_rope, [place, 2 * HALF], low_bar, rope.index(stage))
             else:
@@ -215,6 +227,7 @@ def _score(  # type: ignore[no-untyped-def]
     ready,
     taken,
     query_bar,
+    PDL: gl.constexpr,
 ):
     """The first warp group: scores and weights of each block, and the products with the low columns."""
     queries, queries_rope = sources
@@ -232,6 +245,7 @@ def _score(  # type: ignore[no-untyped-def]
     keep = tile * BLOCK + local < pairs
     key = gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
     turn, handed = 0, 0
+    wait_for_inputs(PDL)  # of all roles this one alone reads what the kernel before wrote, and goes first
     for row in range(first_row, last_row + 1):
         prefix, first, last = _blocks_of(lists, row, program, run, known)
         prefix_blocks = gl.cdiv(prefix, BLOCK)
@@ -415,28 +429,34 @@ def _hopper_attention_kernel(  # type: ignore[no-untyped-def]
     ready, taken, query_bar = single.index(0), single.index(1), single.index(2)
     fence_async_shared()
 
-    wait_for_inputs(PDL)
+    # The plan, the page table and the prefixes are older than the kernel before this one.
     tile, program, splits = gl.program_id(0), gl.program_id(1), gl.num_programs(1)
     # Every warp holds all of the numbers, so that the sums need no shared memory. The first rows' are asked
     # for together with the total: the first entry waits for both.
     LANES: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
     lane = gl.arange(0, WARP, LANES)
-    total = gl.load(bounds_ptr + rows)
-    ends = gl.load(bounds_ptr + 1 + lane, mask=lane < rows, other=2147483647)
-    prefixes = gl.load(lens_ptr + lane, mask=lane < rows, other=0).to(gl.int32)
+    total = gl.load(bounds_ptr + rows, cache_modifier=EARLY)
+    ends = gl.load(bounds_ptr + 1 + lane, mask=lane < rows, other=2147483647, cache_modifier=EARLY)
+    prefixes = gl.load(lens_ptr + lane, mask=lane < rows, other=0, cache_modifier=EARLY).to(gl.int32)
     run = gl.cdiv(total, splits)
     begin = program * run
     stop = gl.minimum(begin + run, total)
     first_row = gl.sum((ends <= begin).to(gl.int32), 0)
     last_row = gl.sum((ends < stop).to(gl.int32), 0)
+    row_begin = gl.max(gl.where(ends <= begin, ends, 0), 0)
+    prefix = gl.sum(gl.where(lane == first_row, prefixes, 0), 0)
+    in_prefix = (first_row < rows) & (first_row < WARP) & ((begin - row_begin) * BLOCK < prefix)
+    page_ptr = table_ptr + first_row * table_stride + (begin - row_begin) * BLOCK // PAGE_SIZE
     known = (
         gl.where(first_row < WARP, first_row, -1),
-        gl.max(gl.where(ends <= begin, ends, 0), 0),
+        row_begin,
         gl.min(gl.where(ends > begin, ends, 2147483647), 0),
-        gl.sum(gl.where(lane == first_row, prefixes, 0), 0),
+        prefix,
+        gl.load(page_ptr, mask=in_prefix, other=0, cache_modifier=EARLY),
     )
     for offset in range(32, rows, 32):
-        ends = gl.load(bounds_ptr + 1 + offset + lane, mask=offset + lane < rows, other=2147483647)
+        there = offset + lane < rows
+        ends = gl.load(bounds_ptr + 1 + offset + lane, mask=there, other=2147483647, cache_modifier=EARLY)
         first_row += gl.sum((ends <= begin).to(gl.int32), 0)
         last_row += gl.sum((ends < stop).to(gl.int32), 0)
     last_row = gl.where(begin < stop, last_row, first_row - 1)  # a program without blocks has no rows
@@ -461,6 +481,7 @@ def _hopper_attention_kernel(  # type: ignore[no-untyped-def]
                     ready,
                     taken,
                     query_bar,
+                    PDL,
                 ),
             ),
             (
@@ -491,6 +512,7 @@ def _hopper_attention_kernel(  # type: ignore[no-untyped-def]
                     (full_low, full_high),
                     (free_low, free_high),
                     PAGE_SIZE,
+                    PDL,
                 ),
             ),
         ],

@@ -16,7 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from nextn.kernels.fp8 import widen
-from nextn.kernels.launch import DECODE_TOKENS, LEAST_DOT, dot_block, launch_options, wait_for_inputs
+from nextn.kernels.launch import (
+    DECODE_TOKENS,
+    LEAST_DOT,
+    dot_block,
+    launch_options,
+    prefetch,
+    wait_for_inputs,
+)
 from nextn.kernels.ref.gemm import FP8, Block, scale_shape
 
 PROCESSORS = 132  # of an H200; a constant, so that the order of additions is no matter of the device
@@ -184,19 +191,6 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor | None, block: Block) -> Non
     assert scale.stride(1) == 1, "the columns of scale must be adjacent"
 
 
-@triton.jit
-def _prefetch(pointers):  # type: ignore[no-untyped-def]
-    """Ask the L2 for the sector (32 bytes) that each pointer lies in."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 @triton.jit(do_not_specialize=["tokens", "steps", "per_split"])  # or each batch size compiles anew
 def _linear_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
@@ -241,7 +235,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
         wanted = weight_ptr + tl.minimum(row, rows - 1).to(tl.int64) * weight_stride
         sectors = tl.arange(0, BLOCK_K // SECTOR if BLOCK_K > SECTOR else 1) * SECTOR
         for step in range(first, min(first + PREFETCH, last)):
-            _prefetch(wanted[:, None] + tl.minimum(step * STEP + sectors, columns - 1)[None, :])
+            prefetch(wanted[:, None] + tl.minimum(step * STEP + sectors, columns - 1)[None, :])
     wait_for_inputs(PDL)
 
     token = ((first_tile + in_group % tiles) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)

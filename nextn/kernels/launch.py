@@ -24,6 +24,9 @@ token's results do not depend on its batch."""
 LOG2_E = 1 / math.log(2)
 """Attention's exponentials and logarithms are base 2."""
 
+EARLY = tl.constexpr(".cg")
+"""Of loads before `wait_for_inputs`: from the L2, where an ended kernel's writes are."""
+
 LEAST_DOT = 16
 """The least side of a tile that tl.dot takes."""
 
@@ -58,7 +61,32 @@ def launch_options() -> dict[str, bool]:
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait for every earlier kernel's writes, and let the next kernel's programs take free places."""
+    """Wait for every earlier kernel's writes, and let the next kernel's programs take free places.
+
+    Every program calls this, even one without work, and in this order. So when a kernel starts, all kernels
+    but the one launched just before it have ended: what those wrote may be read before this wait, with
+    `cache_modifier=EARLY`, for the L1 may hold older values.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait_alone(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As `wait_for_inputs`, but the next kernel starts when this one has ended: it may read results early."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def prefetch(pointers):  # type: ignore[no-untyped-def]
+    """Ask the L2 for the sector (32 bytes) that each pointer lies in."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

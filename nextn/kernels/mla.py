@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextn.kernels.launch import dot_block, launch_options, wait_for_inputs
+from nextn.kernels.launch import EARLY, dot_block, launch_options, wait_for_inputs
 from nextn.kernels.norm import add_summands, check_summands, check_valid, normalise
 from nextn.kernels.ref.rope import RotaryTables
 
@@ -310,8 +310,8 @@ def _prepare_latents_kernel(  # type: ignore[no-untyped-def]
             tl.store(cache_ptr + latent_slot * slot_stride + column, entry, mask=keep & write_latent)
     elif part == 1:
         in_rope = (tl.arange(0, PAIR_BLOCK) < HALF_ROPE)[None, :]
+        table = tl.load(positions_ptr + token, cache_modifier=EARLY) * HALF_ROPE
         wait_for_inputs(PDL)
-        table = tl.load(positions_ptr + token) * HALF_ROPE
         key_slot, write_key = _slot_of(token, slots_ptr, valid_ptr)
         key_ptr = latent_ptr + KV_LORA
         first, second = _rotated_pairs(
@@ -394,8 +394,8 @@ def _absorb_queries_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + column, absorbed.to(q_ptr.dtype.element_ty), mask=in_tile)
     else:
         in_rope = live & (tl.arange(0, PAIR_BLOCK) < HALF_ROPE)[None, :]
+        table = tl.load(positions_ptr + token, mask=live, other=0, cache_modifier=EARLY) * HALF_ROPE
         wait_for_inputs(PDL)
-        table = tl.load(positions_ptr + token, mask=live, other=0) * HALF_ROPE
         rope_ptr = row_ptr + NOPE
         first, second = _rotated_pairs(
             rope_ptr, cos_ptr, sin_ptr, table, in_rope, summand_stride, HALF_ROPE, INTERLEAVE, PAIR_BLOCK, S

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nextn.kernels.fp8 import widen
-from nextn.kernels.launch import DECODE_TOKENS, launch_options, wait_for_inputs
+from nextn.kernels.launch import DECODE_TOKENS, EARLY, launch_options, prefetch, wait_for_inputs
 from nextn.kernels.ref.gemm import FP8, Block, scale_shape
 from nextn.kernels.ref.moe import ExpertWeights, SharedExperts
 
@@ -37,6 +37,9 @@ class MoeConfig(NamedTuple):
     down_repeats: int  # how often, by a program that prepares its activations once; 1 where w2 is not narrow
     down_warps: int
     down_stages: int
+    down_prefetch: int = (
+        0  # of the repeats, how many ask the L2 for their weights before the gate's product ends
+    )
 
 
 def choose_config(
@@ -51,7 +54,7 @@ def choose_config(
         if narrow:
             splits = min(4 if width <= 256 else 2, triton.cdiv(hidden, 512))
             # One token has few programs to fill the device with; more tokens' do better with more rows each.
-            return MoeConfig(16, 32, splits, 4, 3, 64, 4 if tokens == 1 else 7, 4, 3)
+            return MoeConfig(16, 32, splits, 4, 3, 64, 4 if tokens == 1 else 7, 4, 3, down_prefetch=2)
         return MoeConfig(16, 32, 1, 4, 3, 64, 1, 4, 4)
     each = tokens * top_k / max(1, min(experts, tokens * top_k))  # an expert's pairs if all are chosen alike
     repeats = 4 if narrow else 1
@@ -232,7 +235,8 @@ def _run(
     launch = {"num_warps": config.down_warps, "num_stages": config.down_stages}
     if narrow:
         steps = triton.cdiv(width, step2)
-        _down_kernel[grid](*down, STEPS=steps, REPEATS=config.down_repeats, **sizes, **work, **launch)
+        repeats, ahead = config.down_repeats, min(config.down_prefetch, config.down_repeats)
+        _down_kernel[grid](*down, STEPS=steps, REPEATS=repeats, PREFETCH=ahead, **sizes, **work, **launch)
     else:
         _down_wide_kernel[grid](*down, **sizes, **work, **launch)
 
@@ -344,10 +348,12 @@ def _find_work(  # type: ignore[no-untyped-def]
     TOP_K: tl.constexpr,
     TOP_BLOCK: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    CACHE: tl.constexpr,
 ):
     """The program's expert, its tokens, the summand of each, and which of them are real.
 
-    Experts from EXPERTS on are shared ones, and -1 is no work.
+    Experts from EXPERTS on are shared ones, and -1 is no work. CACHE: how the lists are read, EARLY where
+    the router is not the kernel just before.
     """
     block = tl.program_id(0)
     row = tl.arange(0, BLOCK_TOKENS)
@@ -361,19 +367,23 @@ def _find_work(  # type: ignore[no-untyped-def]
         if block < routed_blocks:
             if pairs_ptr is None:
                 # Block i belongs to pair i, and has work if no token before has chosen the same expert.
-                expert = tl.load(indices_ptr + block).to(tl.int32)
+                expert = tl.load(indices_ptr + block, cache_modifier=CACHE).to(tl.int32)
                 choice = tl.arange(0, TOP_BLOCK)
                 pair = row[:, None] * TOP_K + choice[None, :]
                 real = (row < tokens)[:, None] & (choice < TOP_K)[None, :]
-                same = tl.load(indices_ptr + pair, mask=real, other=-1).to(tl.int32) == expert
+                chosen = tl.load(indices_ptr + pair, mask=real, other=-1, cache_modifier=CACHE)
+                same = chosen.to(tl.int32) == expert
                 used = tl.max(same.to(tl.int32), 1) > 0
                 summand = tl.max(tl.where(same, choice[None, :], 0), 1)
                 token = row
                 first = tl.min(tl.where(used, row, BLOCK_TOKENS), 0)
                 expert = tl.where(first < block // TOP_K, -1, expert)
             else:
-                expert = tl.load(experts_ptr + block)
-                pair = tl.load(pairs_ptr + block * BLOCK_TOKENS + row, mask=(expert + row * 0) >= 0, other=-1)
+                expert = tl.load(experts_ptr + block, cache_modifier=CACHE)
+                there = (expert + row * 0) >= 0
+                pair = tl.load(
+                    pairs_ptr + block * BLOCK_TOKENS + row, mask=there, other=-1, cache_modifier=CACHE
+                )
                 used = pair >= 0
                 token = pair // TOP_K
                 summand = pair - token * TOP_K
@@ -419,7 +429,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     wait_for_inputs(PDL)
     expert, token, summand, used = _find_work(
         indices_ptr, experts_ptr, pairs_ptr, tokens, routed_blocks, token_blocks,
-        EXPERTS, TOP_K, TOP_BLOCK, BLOCK_TOKENS,
+        EXPERTS, TOP_K, TOP_BLOCK, BLOCK_TOKENS, "",
     )  # fmt: skip
     if expert < 0:
         return
@@ -570,20 +580,31 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     REPEATS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_STEP: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """w2 of few columns: activations are prepared once, in one or two STEPS, then rows of w2 stream by."""
-    wait_for_inputs(PDL)
+    # The router has ended before the gate's product began.
     expert, token, summand, used = _find_work(
         indices_ptr, experts_ptr, pairs_ptr, tokens, routed_blocks, token_blocks,
-        EXPERTS, TOP_K, TOP_BLOCK, BLOCK_TOKENS,
+        EXPERTS, TOP_K, TOP_BLOCK, BLOCK_TOKENS, EARLY,
     )  # fmt: skip
     if expert < 0:
+        wait_for_inputs(PDL)
         return
     w_base, scale_base, stride, scale_stride, first = _down_weights(
         expert, w_ptr, scale_ptr, shared_w_ptr, shared_scale_ptr,
         EXPERTS, SHARED, HIDDEN, WIDTH, SHARED_WIDTH, SCALE_ROWS, SCALE_COLUMNS,
     )  # fmt: skip
+    if PDL and PREFETCH > 0:
+        SECTOR: tl.constexpr = 256 // w_ptr.dtype.element_ty.primitive_bitwidth
+        COVER: tl.constexpr = STEPS * BLOCK_STEP
+        sectors = tl.minimum(tl.arange(0, COVER // SECTOR) * SECTOR, WIDTH - 1)
+        for repeat in range(PREFETCH):
+            wanted = (tl.program_id(1) * REPEATS + repeat) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+            wanted = tl.minimum(wanted, HIDDEN - 1)
+            prefetch(w_base + first + wanted[:, None] * stride + sectors[None, :])
+    wait_for_inputs(PDL)
     place = (summand * tokens + token).to(tl.int64)
     k = tl.arange(0, BLOCK_STEP)
     active = tl.trans(_activation(middle_ptr, place, used, k, rows, WIDTH, SPLITS))
@@ -655,17 +676,19 @@ def _down_wide_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     """w2 of many columns, walked along with the activations."""
-    wait_for_inputs(PDL)
+    # The router has ended before the gate's product began.
     expert, token, summand, used = _find_work(
         indices_ptr, experts_ptr, pairs_ptr, tokens, routed_blocks, token_blocks,
-        EXPERTS, TOP_K, TOP_BLOCK, BLOCK_TOKENS,
+        EXPERTS, TOP_K, TOP_BLOCK, BLOCK_TOKENS, EARLY,
     )  # fmt: skip
     if expert < 0:
+        wait_for_inputs(PDL)
         return
     w_base, scale_base, stride, scale_stride, first = _down_weights(
         expert, w_ptr, scale_ptr, shared_w_ptr, shared_scale_ptr,
         EXPERTS, SHARED, HIDDEN, WIDTH, SHARED_WIDTH, SCALE_ROWS, SCALE_COLUMNS,
     )  # fmt: skip
+    wait_for_inputs(PDL)
     place = (summand * tokens + token).to(tl.int64)
     factor = tl.load(weights_ptr + token * TOP_K + summand, mask=used & (summand < TOP_K), other=1.0)
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

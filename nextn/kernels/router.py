@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextn.kernels.launch import DECODE_TOKENS, launch_options, wait_for_inputs
+from nextn.kernels.launch import DECODE_TOKENS, launch_options, prefetch, wait_for_inputs
 from nextn.kernels.ref.router import MAX_EXPERTS, Method, Scoring
 
 
@@ -99,6 +99,7 @@ def route_tokens(
         BLOCK_TOKENS=config.block_tokens,
         BLOCK_EXPERTS=config.block_experts,
         BLOCK_HIDDEN=config.block_hidden,
+        PREFETCH=tokens <= DECODE_TOKENS,
         num_warps=config.warps,
         num_stages=config.stages,
         **launch_options(),
@@ -141,13 +142,20 @@ def _logits_kernel(  # type: ignore[no-untyped-def]
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
     expert = tl.program_id(0) * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
     split = tl.program_id(1)
     token = tl.program_id(2) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     row = tl.minimum(expert, experts - 1).to(tl.int64)  # beyond the last: computed and not stored
+    if PDL and PREFETCH:  # weights are no kernel's output
+        SECTOR: tl.constexpr = 256 // weight_ptr.dtype.element_ty.primitive_bitwidth
+        sectors = tl.arange(0, BLOCK_HIDDEN // SECTOR) * SECTOR
+        for step in range(STEPS):
+            place = tl.minimum((split * STEPS + step) * BLOCK_HIDDEN + sectors, HIDDEN - 1)
+            prefetch(weight_ptr + row[:, None] * HIDDEN + place[None, :])
+    wait_for_inputs(PDL)
     column = split * STEPS * BLOCK_HIDDEN + tl.arange(0, BLOCK_HIDDEN)
     weight_ptrs = weight_ptr + row[:, None] * HIDDEN + column[None, :]
     x_ptrs = x_ptr + token.to(tl.int64)[:, None] * x_stride + column[None, :]

@@ -14,21 +14,23 @@ FILES = sorted(
 )
 
 
+WAITS = {"wait_for_inputs", "wait_alone"}
+
+
 def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def _called(node: ast.AST) -> set[str]:
-    """Names of the functions that a piece of code calls."""
-    calls = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
-    return {func.id for func in calls if isinstance(func, ast.Name)}
+def _named(node: ast.AST) -> set[str]:
+    """Names that a piece of code uses: functions that it calls, and such that it hands on to be called."""
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
 def _waits(name: str, functions: dict[str, ast.FunctionDef]) -> bool:
-    """Whether a function calls `wait_for_inputs`, itself or through a helper of its file."""
-    called = _called(functions[name])
-    return "wait_for_inputs" in called or any(
-        _waits(each, functions) for each in called if each in functions and each != name
+    """Whether a function calls a wait, itself or through a helper of its file."""
+    named = _named(functions[name])
+    return bool(WAITS & named) or any(
+        _waits(each, functions) for each in named if each in functions and each != name
     )
 
 
@@ -39,6 +41,18 @@ def test_every_kernel_waits_for_its_inputs(path: Path) -> None:
     kernels = [name for name in functions if name.endswith("_kernel")]
     assert kernels
     assert [name for name in kernels if not _waits(name, functions)] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_no_program_ends_before_it_has_waited(path: Path) -> None:
+    """What a kernel reads early, it may read because every kernel before the last has ended."""
+    for name, function in _functions(ast.parse(path.read_text())).items():
+        waits = [
+            node.lineno for node in ast.walk(function) if isinstance(node, ast.Name) and "wait_" in node.id
+        ]
+        returns = [node.lineno for node in ast.walk(function) if isinstance(node, ast.Return)]
+        if name.endswith("_kernel") and returns:
+            assert min(waits) < min(returns), f"{name} returns before it waits"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
