@@ -49,9 +49,13 @@ class RopeConfig:
 
     @staticmethod
     def from_dict(config: Mapping[str, Any]) -> RopeConfig:
-        """Read `rope_scaling` (older files) or `rope_parameters` (transformers >= 5)."""
+        """Read `rope_theta` and `rope_scaling` (older files) or `rope_parameters` (transformers >= 5)."""
         scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        theta = float(config.get("rope_theta", scaling.get("rope_theta", 10000.0)))
+        theta = float(scaling["rope_theta"] if "rope_theta" in scaling else config["rope_theta"])
+        if theta != float(config.get("rope_theta", theta)):
+            raise CheckpointError(
+                f"config.json gives rope_theta twice, as {config['rope_theta']} and {theta}; keep one"
+            )
         interleave = bool(config.get("rope_interleave", True))
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind == "default":
@@ -62,6 +66,8 @@ class RopeConfig:
         if original is None or "factor" not in scaling:
             missing = "original_max_position_embeddings" if original is None else "factor"
             raise CheckpointError(f"rope_scaling of type yarn lacks {missing}")
+        if scaling.get("attention_factor") is not None or scaling.get("truncate") is False:
+            raise CheckpointError("rope_scaling sets attention_factor or truncate, which nextn does not read")
         return RopeConfig(
             theta=theta,
             factor=float(scaling["factor"]),
@@ -203,6 +209,7 @@ class ModelConfig:
             raise CheckpointError(f"{file} cannot be read: {error}") from None
         if not isinstance(config, dict):
             raise CheckpointError(f"{file} must hold a JSON object")
+        _refuse_side_file(path)
         return ModelConfig.from_dict(config)
 
     @staticmethod
@@ -270,18 +277,25 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+_FAMILY = "nextn runs DeepSeek-V2-Lite, V2, V3, R1, V3.1 and Kimi-K2 checkpoints"
+
+
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """Name the reason why a checkpoint of another family cannot run here."""
+    """Name the reason why a checkpoint of another family cannot run here, and what can."""
     kind = config.get("model_type", "?")
     if "text_config" in config:
-        raise CheckpointError(f"model_type {kind!r} nests a text_config; only text checkpoints are supported")
+        raise CheckpointError(
+            f"model_type {kind!r} nests a text_config, so it reads more than text, which is not supported; "
+            f"{_FAMILY}"
+        )
     if "index_topk" in config or "index_n_heads" in config:
         raise CheckpointError(
-            f"model_type {kind!r} uses sparse attention (an indexer), which is not supported"
+            f"model_type {kind!r} uses sparse attention (an indexer), which is not supported; {_FAMILY}"
         )
     if "kv_lora_rank" not in config:
         raise CheckpointError(
-            f"model_type {kind!r} has no kv_lora_rank: it is not an MLA model, so it is not supported"
+            f"model_type {kind!r} has no kv_lora_rank: its attention is not MLA, which alone is supported; "
+            f"{_FAMILY}"
         )
     if config.get("attention_bias"):
         raise CheckpointError("attention_bias is true; no DeepSeek-V3-family checkpoint has biases")
@@ -293,13 +307,41 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise CheckpointError(f"topk_method {config['topk_method']!r} is not supported")
     if config.get("tie_word_embeddings"):
         raise CheckpointError("tie_word_embeddings is true, which is not supported")
-    method = (config.get("quantization_config") or {}).get("quant_method", "fp8")
-    if method != "fp8":
-        raise CheckpointError(
-            f"quant_method {method!r} is not supported; nextn reads block FP8, bf16 and fp32"
-        )
+    _refuse_quantization(config.get("quantization_config") or {})
     if int(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0) > 1:
         raise CheckpointError("num_nextn_predict_layers is above 1; one NextN layer is supported")
+
+
+def _refuse_quantization(quantization: Mapping[str, Any]) -> None:
+    """Refuse every way of quantising but FP8 e4m3 with a scale a block and activations as they come."""
+    if not quantization:
+        return
+    method, found = quantization.get("quant_method", "fp8"), ""
+    if method != "fp8":
+        algorithm = quantization.get("quant_algo") or quantization.get("format")
+        found = f"quant_method {method!r}" + (f" ({algorithm})" if algorithm else "")
+    elif not quantization.get("weight_block_size"):
+        found = "FP8 with one scale a tensor (no weight_block_size)"
+    elif quantization.get("fmt", "e4m3") != "e4m3":
+        found = f"FP8 of the format {quantization['fmt']!r}"
+    elif quantization.get("activation_scheme", "dynamic") != "dynamic":
+        found = f"FP8 with the activation_scheme {quantization['activation_scheme']!r}"
+    if found:
+        raise CheckpointError(
+            f"{found} is not supported; nextn reads block FP8, bf16 and fp32: use the model's original "
+            "checkpoint, or one converted to bf16"
+        )
+
+
+def _refuse_side_file(path: Path) -> None:
+    """ModelOpt's exports may say in a file of their own, and nowhere else, how they are quantised."""
+    file = path / "hf_quant_config.json"
+    if file.is_file():
+        try:
+            algorithm = json.loads(file.read_text(encoding="utf-8"))["quantization"]["quant_algo"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            algorithm = "an algorithm that it does not name"
+        _refuse_quantization({"quant_method": "modelopt", "quant_algo": algorithm})
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -376,10 +418,11 @@ class EngineConfig:
     spec: the tree's shape, or None for plain decoding. draft_model: directory to take the NextN layer from,
     instead of the model's own. draft_hidden: target states that the draft reads, after or before model.norm.
     max_model_len: most tokens of a request, prompt and output together. page_size: tokens a cache page.
-    mem_fraction: share of a GPU's memory for weights and cache together. chunked_prefill_size: most tokens a
-    prefill step. seed: of random (dummy) weights. max_draft_tokens: largest D that `spec` may be changed to
-    later; 0 adds nothing to `spec` itself. cuda_graphs: in bfloat16 on a GPU, record each decode step once
-    and replay it.
+    mem_fraction: share of a GPU's memory for weights and cache together. prefix_cache: whether pages of
+    earlier requests serve those that begin alike. chunked_prefill_size: most tokens a prefill step.
+    max_prefill_ms: about how long a prefill step may take while other requests decode; 0 is no limit. seed:
+    of random (dummy) weights. max_draft_tokens: largest D that `spec` may be changed to later; 0 adds nothing
+    to `spec` itself. cuda_graphs: in bfloat16 on a GPU, record each decode step once and replay it.
     """
 
     device: str = "auto"
@@ -394,7 +437,9 @@ class EngineConfig:
     page_size: int = 64
     num_pages: int | None = None
     mem_fraction: float = 0.85
+    prefix_cache: bool = True
     chunked_prefill_size: int = 2048
+    max_prefill_ms: float = 200.0
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     seed: int = 0
     max_draft_tokens: int = 0
@@ -409,6 +454,8 @@ class EngineConfig:
         _at_least("--max-waiting-requests", self.max_waiting_requests, 1)
         _at_least("--page-size", self.page_size, 1)
         _at_least("--chunked-prefill-size", self.chunked_prefill_size, 1)
+        if not 0.0 <= self.max_prefill_ms < math.inf:
+            raise ConfigError(f"--max-prefill-ms {self.max_prefill_ms} must be at least 0, which is no limit")
         if self.num_pages is not None:
             _at_least("--num-pages", self.num_pages, 1)
         if (self.num_pages or 1) * self.page_size > MAX_CACHE_TOKENS:

@@ -133,6 +133,8 @@ def test_every_shape_that_fits_is_taken(shape: str) -> None:
         {"num_pages": 2**30, "page_size": 2**20},
         {"page_size": 0},
         {"chunked_prefill_size": 0},
+        {"max_prefill_ms": -1.0},
+        {"max_prefill_ms": float("nan")},
         {"num_pages": 0},
         {"max_model_len": 1},
         {"mem_fraction": 0.0},

@@ -19,11 +19,13 @@ ENGINE_FLAGS = {
     "--dtype",
     "--load-format",
     "--max-model-len",
+    "--max-prefill-ms",
     "--max-running-requests",
     "--max-waiting-requests",
     "--mem-fraction",
     "--no-coupled-drafting",
     "--no-cuda-graphs",
+    "--no-prefix-cache",
     "--num-pages",
     "--num-steps",
     "--page-size",
@@ -39,6 +41,8 @@ SERVER_FLAGS = {
     "--log-level",
     "--port",
     "--served-model-name",
+    "--shutdown-timeout",
+    "--step-timeout",
 }
 
 

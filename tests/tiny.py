@@ -7,7 +7,7 @@ and NextN's eh_proj passes the embedding through: target and draft agree often, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -117,7 +117,36 @@ def drain(engine: Engine) -> Iterator[Output]:
                 ended.add(output.request_id)
             yield output
         engine.check_integrity()
-    assert engine.pool.free == engine.pool.num_pages
+    assert_idle(engine)
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nobody runs: free and cached pages are all there are."""
+    engine.check_integrity()
+    stats = engine.stats()
+    assert (stats["running"], stats["waiting"], stats["pages_used"]) == (0, 0, 0)
+    assert stats["pages_free"] + stats["pages_cached"] == stats["pages"]
+
+
+def poison_freed_pages(engine: Engine) -> None:
+    """Fill a page with NaN when its last holder gives it back: whoever still reads it shows."""
+    release = engine.pool.release
+
+    def poison(pages: Iterable[int]) -> None:
+        for page in tuple(pages):
+            release((page,))
+            if engine.pool.references(page) == 0:
+                engine.worker.state.cache[:, page] = float("nan")
+
+    engine.pool.release = poison  # type: ignore[method-assign]
+
+
+def tokens_of(outputs: Iterable[Output]) -> dict[str, list[int]]:
+    """Token ids by request id."""
+    tokens: dict[str, list[int]] = {}
+    for output in outputs:
+        tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    return tokens
 
 
 def request(name: str, prompt: list[int], **params: Any) -> Request:

@@ -71,10 +71,11 @@ def _choose(draft: Tensor, tree: Tensor, batch: SamplingBatch) -> tuple[Tensor, 
         path, positions = _path(batch, 1), (first + step).unsqueeze(1)
         ops.best_children(draft[step], batch, noise[:, step : step + 1], 1, 1.0, path, positions)
     path, positions = _path(batch, NODES), first.unsqueeze(1) + level
-    tokens = ops.pick_tokens(tree, batch, noise, level, path, positions)
+    adjusted, after = ops.adjust_logits(tree, batch, path, positions)
+    tokens = ops.pick_tokens(adjusted, after, noise, level)
     if not batch.any_logprobs:
         return (tokens,)
-    return tokens, *ops.chosen_logprobs(tree, batch, tokens, path, positions)
+    return tokens, *ops.chosen_logprobs(tree, adjusted, batch, tokens)
 
 
 def _cycle(size: int, rows: int, what: str) -> Case:

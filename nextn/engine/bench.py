@@ -31,11 +31,12 @@ from nextn import __version__
 from nextn.config import EngineConfig, SpecConfig
 from nextn.engine.engine import Engine
 from nextn.engine.flags import add_engine_flags, engine_config
+from nextn.engine.launched import Launched
 from nextn.engine.llm import resolve_model
 from nextn.engine.request import Request, SamplingParams
 from nextn.engine.scheduler import DecodeBatch, PrefillBatch, Running
 from nextn.engine.stats import Acceptance
-from nextn.engine.worker import Launched, SimulatedLength, leave_a_core_free
+from nextn.engine.worker import SimulatedLength, leave_a_core_free
 from nextn.errors import ConfigError, NextnError
 from nextn.models.moe import Gate
 
@@ -139,7 +140,7 @@ class BatchRun:
         eager: bool = False,
     ) -> Launched:
         worker, scheduler = self.engine.worker, self.engine.scheduler
-        batch = scheduler.next_ahead() if ahead else scheduler.next_batch()
+        batch = scheduler.next_batch(in_flight=ahead)
         if not isinstance(batch, DecodeBatch) or batch.entries != self.entries:
             raise ConfigError("the cache is too small for this batch; raise --num-pages or --mem-fraction")
         simulated = SimulatedLength(next(lengths), fixed) if lengths else None
@@ -156,15 +157,18 @@ class BatchRun:
         worker, scheduler = self.engine.worker, self.engine.scheduler
         started = time.perf_counter()
         known: set[Running] = set()
-        while isinstance(batch := scheduler.next_batch(), PrefillBatch):
+        done: set[Running] = set()
+        while (batch := scheduler.next_batch()) and not all(entry in done for entry in scheduler.running):
+            if not isinstance(batch, PrefillBatch):
+                continue  # rows that are ready would decode by turns with the others' prefill
             for entry in scheduler.running:
                 if entry not in known:
                     worker.start_row(entry, seed=len(known))
                     known.add(entry)
-            tokens = iter(worker.prefill(batch.chunks).tokens)
+            tokens = iter(worker.prefill(batch.chunks).wait().tokens)
             for chunk in batch.chunks:
-                chunk.entry.length += chunk.length
                 if chunk.is_last:
+                    done.add(chunk.entry)
                     chunk.entry.request.output_tokens.extend(next(tokens))
         if scheduler.waiting:
             raise ConfigError("the batch does not fit the cache; raise --num-pages or --mem-fraction")
@@ -419,6 +423,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config,
             max_running_requests=max(args.batch_size),
             max_model_len=config.max_model_len or room,
+            prefix_cache=False,  # every case computes its prompts
         )
         leave_a_core_free()
         engine = Engine.from_config(resolve_model(args.model), config)

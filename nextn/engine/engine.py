@@ -1,6 +1,7 @@
 """The engine: requests in, outputs out, one step at a time; one thread uses it (any may call `validate`).
 
 A request ends with exactly one final output: by a stop token, a stop string, its token limit or an abort.
+Steps form a pipeline: the next one is planned and launched while the one before runs.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nextn.config import EngineConfig, ModelConfig, SpecConfig
 from nextn.engine.grammar import CompiledGrammar, Grammars, Vocabulary
+from nextn.engine.launched import Launched, LaunchedPrefill
+from nextn.engine.pace import PrefillPace
 from nextn.engine.pages import PagePool
 from nextn.engine.request import (
     MAX_BANNED,
@@ -24,7 +28,7 @@ from nextn.engine.request import (
 )
 from nextn.engine.scheduler import PrefillBatch, Running, Scheduler
 from nextn.engine.stats import Stats
-from nextn.engine.worker import Launched, Worker
+from nextn.engine.worker import Worker
 from nextn.errors import ConfigError, RequestError
 from nextn.kernels.ref.sampling import NO_TOKEN
 from nextn.text import Detokenizer, Tokenizer
@@ -32,24 +36,36 @@ from nextn.text import Detokenizer, Tokenizer
 logger = logging.getLogger(__name__)
 
 
+PIPELINE_DEPTH = 2
+"""Steps in flight where launching does not wait: one runs, one is queued behind it. A row's page table has
+room for no more."""
+
+
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """What the engine keeps of an open request besides the scheduler's entry."""
+    """What the engine keeps of an open request besides the scheduler's entry.
+
+    entry: the one whose row was prepared last; None before the request first starts. cached_tokens: prompt
+    tokens that it took from the prefix cache then.
+    """
 
     request: Request
     seed: int
     detokenizer: Detokenizer | None
     grammar: CompiledGrammar | None = None
-    cached_tokens: int = 0  # prompt tokens that it took from another's pages when it first started
+    entry: Running | None = None
+    cached_tokens: int = 0
 
 
 class Engine:
     """Continuous batching over one worker.
 
-    With captured steps (bfloat16 on a GPU) one decode step is always under way while the host delivers the
-    one before; a row that turns out to have ended then has run once too often, and that step's tokens are
-    dropped.
+    Where launching does not wait (captured steps: bfloat16 on a GPU) a step is always under way while the
+    host delivers the one before, prefill and decode alike. A row that turns out to have ended then runs once
+    too often: its tokens are dropped, and as the device runs steps in order, whoever gets its pages writes
+    them later.
 
+    depth: steps in flight at most, at most `PIPELINE_DEPTH`; with 1 each lands as soon as it is launched.
     spec: the tree's shape of the next decode step, or None for plain decoding; it may change between steps.
     tokenizer: None with dummy weights, which come without tokenizer files; outputs then carry no text.
     grammars: compiles what a request's text must match; None where there is no tokenizer.
@@ -68,15 +84,25 @@ class Engine:
         )
         self.counters = Stats()
         self.pool = PagePool(worker.num_pages, config.page_size)
+        self._pace: PrefillPace | None = None
+        if config.max_prefill_ms > 0:
+            self._pace = PrefillPace.of(worker.models.cfg, config.max_prefill_ms / 1e3)
         self.scheduler = Scheduler(
-            self.pool, config.max_running_requests, config.chunked_prefill_size, config.largest_tree
+            self.pool,
+            config.max_running_requests,
+            config.chunked_prefill_size,
+            config.largest_tree,
+            prefix_cache=config.prefix_cache,
+            pace=self._pace,
+            settled=worker.settled_tokens,
         )
         self._reserve = config.largest_tree
         self._spec: SpecConfig | None = None
         self.set_spec(config.spec if worker.can_draft else None)
+        self.depth = PIPELINE_DEPTH if worker.runs_ahead else 1
         self._streams: dict[str, _Stream] = {}
         self._pending: list[Output] = []
-        self._flying: Launched | None = None
+        self._flying: deque[Launched | LaunchedPrefill] = deque()
 
     @staticmethod
     def from_config(model_dir: Path, config: EngineConfig) -> Engine:
@@ -140,6 +166,7 @@ class Engine:
             )
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, which this model lacks", "stop")
+        self._check_pages(length)
         biased = max((token for token, _ in params.logit_bias), default=0)
         if biased >= vocab:
             raise RequestError(f"logit_bias names token {biased}, outside 0..{vocab - 1}", "logit_bias")
@@ -148,6 +175,16 @@ class Engine:
                 f"min_tokens can hold back {MAX_BANNED} token ids at most, EOS included, not {len(banned)}; "
                 f"name fewer stop_token_ids",
                 "stop_token_ids",
+            )
+
+    def _check_pages(self, length: int) -> None:
+        """Raise `RequestError` unless the cache holds `length` tokens and a step behind them."""
+        needed = self.pool.pages_for(length + self._reserve)
+        if needed > self.pool.num_pages:
+            raise RequestError(
+                f"{length} tokens, of prompt and output together, need {needed} cache pages of "
+                f"{self.pool.page_size} tokens; this engine has {self.pool.num_pages}",
+                "max_tokens",
             )
 
     def _compile(self, params: SamplingParams) -> CompiledGrammar | None:
@@ -182,23 +219,11 @@ class Engine:
         if request.request_id in self._streams:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
         self._check(request.prompt_tokens, request.params)
-        self._check_group(request)
         grammar = request.compiled or self._compile(request.params)
         seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
         detokenizer = Detokenizer(self.tokenizer, request.params.stop) if self.tokenizer else None
         self._streams[request.request_id] = _Stream(request, seed, detokenizer, grammar)
         self.scheduler.add(request)
-
-    def _check_group(self, request: Request) -> None:
-        """Raise `RequestError` unless the request's prompt is that of its group's open requests."""
-        if request.group is None:
-            return
-        members = (s.request for s in self._streams.values() if s.request.group == request.group)
-        member = next(members, request)  # any will do: they were compared when they came
-        if member.prompt_tokens != request.prompt_tokens:
-            raise RequestError(
-                f"group {request.group!r} has another prompt; the requests of a group share one", "group"
-            )
 
     def abort(self, request_id: str) -> None:
         """End a request; its final output comes with the next step. Unknown or ended ids are ignored."""
@@ -214,36 +239,48 @@ class Engine:
         return bool(self._streams or self._pending or self._flying)
 
     def step(self) -> list[Output]:
-        """Start what comes next and return what has come: with captured steps, from the step before."""
+        """Launch the next step, and return what has come meanwhile; waits only where `depth` are in flight.
+
+        A step that cannot be planned without the outcome of those in flight is launched after they land.
+        """
         outputs, self._pending = self._pending, []
-        flying, self._flying = self._flying, None
-        if flying is not None:
-            following = None if self._awaits_tokens() else self.scheduler.next_ahead()
-            if following is not None:
-                self._flying = self.worker.launch(following.entries, self._spec)
-            outputs += self._land(flying)
-            if following is not None:
-                return outputs
-        before = set(self.scheduler.running)
-        batch = self.scheduler.next_batch()
+        while not self._launch() and self._flying:
+            outputs += self._land()
+        while len(self._flying) >= self.depth:
+            outputs += self._land()
+        return outputs
+
+    def _launch(self) -> bool:
+        """Plan the next step and start it; False if there is none, or none yet."""
+        if self._awaits_tokens():
+            return False
+        batch = self.scheduler.next_batch(in_flight=bool(self._flying))
         if batch is None:
-            return outputs
-        for entry in self.scheduler.running:
-            if entry not in before:
-                stream = self._streams[entry.request.request_id]
-                matcher = stream.grammar.matcher() if stream.grammar else None
-                self.worker.start_row(entry, stream.seed, self._banned(entry.request.params), matcher)
+            return False
         if isinstance(batch, PrefillBatch):
-            return outputs + self._prefill(batch)
-        started = self.worker.launch(batch.entries, self._spec)
-        if self.worker.runs_ahead:
-            self._flying = started
-            return outputs
-        return outputs + self._land(started)
+            for chunk in batch.chunks:
+                self._start(chunk.entry)
+            self._flying.append(self.worker.prefill(batch.chunks))
+        else:
+            self._flying.append(self.worker.launch(batch.entries, self._spec))
+        return True
 
     def _awaits_tokens(self) -> bool:
-        """Whether the next step needs the tokens of the one under way: a grammar's masks do."""
-        return any(entry.request.params.grammar is not None for entry in self.scheduler.running)
+        """Whether tokens in flight decide what may follow them: a grammar's masks come from the host."""
+        rows = (entry for flying in self._flying for entry in flying.entries)
+        return any(entry.request.params.grammar is not None for entry in rows)
+
+    def _start(self, entry: Running) -> None:
+        """Prepare the row of a request before its first chunk since it was admitted."""
+        stream = self._streams[entry.request.request_id]
+        if stream.entry is entry:
+            return
+        if stream.entry is None:
+            stream.cached_tokens = entry.cached
+            self.counters.cached_tokens += entry.cached
+        stream.entry = entry
+        matcher = stream.grammar.matcher() if stream.grammar else None
+        self.worker.start_row(entry, stream.seed, self._banned(entry.request.params), matcher)
 
     def stats(self) -> dict[str, float]:
         """A snapshot for logs and metrics."""
@@ -254,6 +291,9 @@ class Engine:
             "preemptions": self.scheduler.num_preemptions,
             "prompt_tokens": counters.prompt_tokens,
             "generated_tokens": counters.generated_tokens,
+            "cached_tokens": counters.cached_tokens,
+            "prefill_steps": counters.prefill_steps,
+            "decode_steps": counters.decode_steps,
             "finished": counters.finished,
             "aborted": counters.aborted,
             "cycles": counters.acceptance.cycles,
@@ -261,7 +301,9 @@ class Engine:
             "drafted": counters.acceptance.drafted,
             "accept_length": counters.acceptance.length,
             "pages": self.pool.num_pages,
-            "pages_used": self.pool.num_pages - self.pool.free,
+            "pages_free": self.pool.free,
+            "pages_cached": self.scheduler.cache.evictable,
+            "pages_used": self.pool.num_pages - self.scheduler.cache.available,
         }
 
     def check_integrity(self) -> None:
@@ -276,28 +318,33 @@ class Engine:
         for request_id in list(self._streams):
             self.abort(request_id)
         self._pending.clear()
-        self._flying = None
+        self._flying.clear()
 
-    def _prefill(self, batch: PrefillBatch) -> list[Output]:
-        emitted = self.worker.prefill(batch.chunks)
-        brought = zip(emitted.tokens, emitted.logprobs, strict=True)
-        outputs = []
-        for chunk in batch.chunks:
-            chunk.entry.length = chunk.start + chunk.length
-            self.counters.prompt_tokens += chunk.length
-            if chunk.is_last:
-                if not chunk.entry.request.output_tokens:
-                    self._streams[chunk.entry.request.request_id].cached_tokens = chunk.entry.cached
-                outputs.append(self._deliver(chunk.entry, *next(brought)))
-        return outputs
+    def _land(self) -> list[Output]:
+        """Wait for the oldest step in flight and deliver what it brought."""
+        flying = self._flying.popleft()
+        if isinstance(flying, LaunchedPrefill):
+            return self._land_prefill(flying)
+        return self._land_decode(flying)
 
-    def _land(self, flying: Launched) -> list[Output]:
-        """Wait for a decode step and deliver its tokens to the requests that are still open."""
+    def _land_prefill(self, flying: LaunchedPrefill) -> list[Output]:
+        """Deliver the first tokens of requests that are still open."""
         emitted = flying.wait()
+        self.counters.prefill_steps += 1
+        self.counters.prompt_tokens += sum(chunk.length for chunk in flying.chunks)
+        if self._pace is not None:
+            self._pace.observe(flying.chunks, flying.seconds)
+        rows = zip(flying.entries, emitted.tokens, emitted.logprobs, strict=True)
+        return [self._deliver(entry, tokens, logprobs) for entry, tokens, logprobs in rows if entry.pages]
+
+    def _land_decode(self, flying: Launched) -> list[Output]:
+        """Deliver a decode step's tokens to the requests that are still open."""
+        emitted = flying.wait()
+        self.counters.decode_steps += 1
         outputs = []
         rows = zip(flying.entries, emitted.tokens, emitted.logprobs, strict=True)
         for entry, tokens, logprobs in rows:
-            if not entry.pages:  # ended, aborted or preempted meanwhile
+            if not entry.pages:  # ended or aborted meanwhile
                 continue
             entry.length += len(tokens)
             output = self._deliver(entry, tokens, logprobs)
@@ -322,7 +369,7 @@ class Engine:
             text += piece
             if reason is not None:
                 del self._streams[request.request_id]
-                self.scheduler.finish(entry)
+                self.scheduler.finish(entry, self.worker.settled_tokens(entry))
                 self.counters.finished += 1
                 self.counters.generated_tokens += count
                 output = _output(stream, text, tuple(tokens[:count]), reason, stop_reason)
@@ -341,7 +388,10 @@ class Engine:
         """End a request without a next token: no finite logit, or none that its grammar allows."""
         reason = self.worker.why_nothing_follows(entry)
         stream = self._streams.pop(entry.request.request_id)
-        self.scheduler.finish(entry)
+        if reason is None:
+            self.scheduler.discard(entry)
+        else:
+            self.scheduler.finish(entry, self.worker.settled_tokens(entry))
         self.counters.generated_tokens += len(tokens)
         output = _output(stream, text, tokens, "error", None)
         if reason is None:

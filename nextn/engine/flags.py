@@ -54,7 +54,9 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         page_size=args.page_size,
         num_pages=args.num_pages,
         mem_fraction=args.mem_fraction,
+        prefix_cache=args.prefix_cache,
         chunked_prefill_size=args.chunked_prefill_size,
+        max_prefill_ms=args.max_prefill_ms,
         load_format=args.load_format,
         seed=args.seed,
         cuda_graphs=args.cuda_graphs,
@@ -191,6 +193,21 @@ def _add_size_flags(parser: argparse.ArgumentParser, default: EngineConfig) -> N
         metavar="TOKENS",
         default=default.chunked_prefill_size,
         help=f"most prompt tokens computed in one step (default: {default.chunked_prefill_size})",
+    )
+    group.add_argument(
+        "--max-prefill-ms",
+        type=_float,
+        metavar="MS",
+        default=default.max_prefill_ms,
+        help="about how long such a step may take while other requests wait for their next tokens, in "
+        f"milliseconds; 0 sets no limit (default: {default.max_prefill_ms:g})",
+    )
+    group.add_argument(
+        "--no-prefix-cache",
+        dest="prefix_cache",
+        action="store_false",
+        help="compute every prompt from its start; by default the cache keeps the pages of earlier requests, "
+        "as long as there is room, for prompts that begin alike",
     )
 
 

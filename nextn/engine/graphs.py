@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one graph a (batch bucket, shape), replayed without asking the host.
+"""Steps as CUDA graphs: one a (batch bucket, shape), one a number of chains, replayed without the host.
 
 A bucket's batch is padded with the scratch row, which is not live: its tokens run no expert and are written
 nowhere. A graph reads which rows it advances from buffers of its own, so that the same graph serves any rows.
@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from nextn.config import SpecConfig
 from nextn.engine.grammar import mask_words
 from nextn.engine.phases import PhaseClock
+from nextn.engine.prefill import CHAIN, HEADER, MAX_CHAINS, chain_step
 from nextn.engine.state import RING, RowState, StepBatch
 from nextn.engine.step import (
     Mark,
@@ -229,20 +231,36 @@ class _Captured:
     parts: _MaskedParts | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _ChainGraph:
+    """A graph of `chain_step`, the chains that it reads and the result that it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    chains: Tensor
+    result: Tensor
+
+
 class StepGraphs:
-    """Captured decode steps of one device. `capture` what will be needed; `run` captures what was missed."""
+    """Captured steps of one device. `capture` what will be needed; `run` captures what was missed."""
 
     def __init__(self, models: Models, state: RowState, options: StepOptions, max_rows: int) -> None:
         self._models, self._state, self._options = models, state, options
         self._buckets = buckets(max_rows)
         self._captured: dict[tuple[int, Shape, bool], _Captured] = {}
+        self._chains: dict[int, _ChainGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(state.device)
 
     def capture(self, shapes: Sequence[Shape]) -> None:
-        """Capture every bucket of every shape, that of most tokens first: the others then fit its memory."""
+        """Capture short prefills and every bucket of every shape, of most tokens first.
+
+        What has fewer then fits the memory of what has more.
+        """
         torch.cuda.empty_cache()  # what was only reserved is no memory of the graphs
         started, before = time.perf_counter(), _taken(self._state.device)
+        for bucket in reversed(buckets(MAX_CHAINS)):
+            self._chain_graph(bucket)
+        logger.info("captured short prefills in %.1f s", time.perf_counter() - started)
         work = [(bucket, shape) for bucket in self._buckets for shape in shapes]
         work.sort(key=lambda each: each[0] * each[1].nodes, reverse=True)
         said = started
@@ -294,6 +312,27 @@ class StepGraphs:
             captured.parts.masks[: len(rows)].copy_(masks(trees.wait()), non_blocking=True)
             captured.parts.accept.replay()
         return captured.result, captured.clock
+
+    def prefill(self, chains: Sequence[Sequence[int]]) -> Tensor:
+        """Start a step of chains (see `chains_of`); its result is valid until the next run."""
+        bucket = next(size for size in buckets(MAX_CHAINS) if size >= len(chains))
+        captured = self._chain_graph(bucket)
+        nothing = [self._state.scratch_row, *[0] * (captured.chains.shape[1] - 1)]
+        numbers = list(chain.from_iterable([*chains, *[nothing] * (bucket - len(chains))]))
+        captured.chains.copy_(self._state.upload(numbers).view_as(captured.chains))
+        captured.graph.replay()
+        return captured.result
+
+    def _chain_graph(self, bucket: int) -> _ChainGraph:
+        if bucket not in self._chains:
+            state = self._state
+            chains = torch.zeros(bucket, HEADER + 2 * CHAIN, dtype=torch.int64, device=state.device)
+            chains[:, 0].fill_(state.scratch_row)
+            graph, result = record(
+                lambda: chain_step(self._models, state, chains, self._options), self._stream, self._pool
+            )
+            self._chains[bucket] = _ChainGraph(graph, chains, result)
+        return self._chains[bucket]
 
     def _get(self, bucket: int, shape: Shape, timed: bool = False) -> _Captured:
         key = (bucket, shape, timed)

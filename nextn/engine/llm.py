@@ -19,7 +19,10 @@ Prompt = str | Sequence[int]
 
 @dataclass(slots=True)
 class Completion:
-    """The whole answer to one prompt; log-probabilities, one a token, where they were asked for."""
+    """The whole answer to one prompt; log-probabilities, one a token, where they were asked for.
+
+    cached_tokens: prompt tokens that were found in the prefix cache.
+    """
 
     prompt_tokens: list[int]
     token_ids: list[int] = field(default_factory=list)
@@ -28,6 +31,7 @@ class Completion:
     acceptance: Acceptance = field(default_factory=Acceptance)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_tokens: int = 0
 
 
 class LLM:
@@ -74,6 +78,7 @@ class LLM:
                 if output.prompt_logprobs is not None:
                     completion.prompt_logprobs = list(output.prompt_logprobs)
                 completion.acceptance = output.acceptance
+                completion.cached_tokens = output.cached_tokens
                 completion.finish_reason = output.finish_reason or completion.finish_reason
 
     def chat(self, messages: list[dict[str, str]], params: SamplingParams | None = None) -> Completion:

@@ -1,4 +1,4 @@
-"""How many cache pages fit, worked out before the cache is allocated and said in one line."""
+"""What the memory is for and how many cache pages fit, worked out and said before the cache is allocated."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ CPU_CACHE_BYTES = 1 << 30
 GRAPH_BYTES = 2 << 30
 """Kept free for captured decode steps, which are recorded after the cache is allocated."""
 
+GIB = 2**30
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
@@ -27,6 +29,30 @@ class MemoryPlan:
 
     num_pages: int
     max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """Bytes of everything but the cache.
+
+    limit: what all may take together, weights: of torch, other: of the CUDA context and other processes. On a
+    CPU these three are None: the system hands memory out as it is used.
+    """
+
+    limit: int | None
+    weights: int | None
+    other: int | None
+    rows: int
+    prefill: int
+    decode: int
+    graphs: int
+
+    @property
+    def left(self) -> int | None:
+        """What remains for the cache; None where nobody limits it."""
+        if self.limit is None or self.weights is None or self.other is None:
+            return None
+        return self.limit - self.weights - self.other - self.rows - self.prefill - self.decode - self.graphs
 
 
 def plan_memory(
@@ -38,9 +64,13 @@ def plan_memory(
     """
     page_bytes = config.page_size * cfg.latent_dim * dtype.itemsize * (cfg.num_hidden_layers + 1)
     reserve = config.largest_tree
-    # The scheduler admits a request only if every running one could still take a page more.
-    useful = config.max_running_requests * (-(-(max_model_len + reserve) // config.page_size) + 1)
-    num_pages = config.num_pages or min(_budget(cfg, config, device, dtype) // page_bytes, useful)
+    needs = _needs(cfg, config, device, dtype)
+    budget = CPU_CACHE_BYTES if needs.left is None else needs.left
+    num_pages = config.num_pages or budget // page_bytes
+    if not config.prefix_cache and config.num_pages is None:
+        # The scheduler admits a request only if every running one could still take a page more.
+        useful = config.max_running_requests * (-(-(max_model_len + reserve) // config.page_size) + 1)
+        num_pages = min(num_pages, useful)
     longest = num_pages * config.page_size - reserve
     if longest < 2:
         raise CapacityError(
@@ -55,27 +85,64 @@ def plan_memory(
                 f"tokens ({reserve} are kept for the tree); use at most {longest}"
             )
         logger.warning("max_model_len is cut from %d to %d: the cache holds no more", max_model_len, longest)
-    logger.info(
-        "cache: %d pages x %d = %d tokens, %.2f GiB (%.1f KiB a token, %d layers + NextN)",
-        num_pages,
-        config.page_size,
-        num_pages * config.page_size,
-        num_pages * page_bytes / 2**30,
-        page_bytes / config.page_size / 2**10,
-        cfg.num_hidden_layers,
+    plan = MemoryPlan(num_pages, min(longest, max_model_len))
+    logger.info("%s", _table(cfg, config, device, needs, plan, page_bytes))
+    return plan
+
+
+def _needs(cfg: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> _Needs:
+    """`mem_fraction` of a GPU, what is taken of it, and one step's work of each kind."""
+    limit = weights = other = None
+    if device.type != "cpu":
+        free, total = torch.cuda.mem_get_info(device)
+        limit = int(total * config.mem_fraction)
+        weights = torch.cuda.memory_allocated(device)
+        other = total - free - torch.cuda.memory_reserved(device)
+    recorded = device.type != "cpu" and config.cuda_graphs and dtype == torch.bfloat16
+    return _Needs(
+        limit,
+        weights,
+        other,
+        rows=_row_bytes(cfg, config, dtype),
+        prefill=_prefill_bytes(cfg, config),
+        decode=_decode_bytes(cfg, config),
+        graphs=GRAPH_BYTES if recorded else 0,
     )
-    return MemoryPlan(num_pages, min(longest, max_model_len))
 
 
-def _budget(cfg: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> int:
-    """Bytes for the cache: `mem_fraction` of a GPU less what is taken and one step's work; fixed on a CPU."""
-    if device.type == "cpu":
-        return CPU_CACHE_BYTES
-    free, total = torch.cuda.mem_get_info(device)
-    reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    taken = total - free - reusable
-    steps = _prefill_bytes(cfg, config) + _decode_bytes(cfg, config, dtype)
-    return int(total * config.mem_fraction) - taken - steps - _row_bytes(cfg, config, dtype)
+def _table(
+    cfg: ModelConfig,
+    config: EngineConfig,
+    device: torch.device,
+    needs: _Needs,
+    plan: MemoryPlan,
+    page_bytes: int,
+) -> str:
+    """The plan, a line for each part of the memory, and how many tokens fit."""
+    rows, tokens = config.max_running_requests, plan.num_pages * config.page_size
+    cache, layers = plan.num_pages * page_bytes, cfg.num_hidden_layers
+    a_token = f"{page_bytes / config.page_size / 2**10:.1f} KiB a token in {layers} layers + NextN"
+    parts = [
+        ("weights", needs.weights, ""),
+        ("other", needs.other, "CUDA context and other processes"),
+        ("rows", needs.rows, f"{rows} requests"),
+        ("prefill step", needs.prefill, f"{config.chunked_prefill_size} tokens"),
+        ("decode step", needs.decode, f"{rows} x {config.largest_tree} tokens"),
+        ("CUDA graphs", needs.graphs or None, ""),
+        ("cache", cache, f"{plan.num_pages} pages x {config.page_size} tokens, {a_token}"),
+    ]
+    title = f"memory plan for {device}"
+    if needs.limit is not None and needs.left is not None:
+        title += f": --mem-fraction {config.mem_fraction} allows {needs.limit / GIB:.2f} GiB"
+        spare = needs.left - cache
+        parts.append(("unused", spare, "") if spare >= 0 else ("too much", -spare, "--num-pages asks for it"))
+    known = [(name, size, note) for name, size, note in parts if size is not None]
+    lines = [f"  {name:<13}{size / GIB:8.2f} GiB  {note}".rstrip() for name, size, note in known]
+    each = min(tokens // rows, plan.max_model_len)
+    fits = (
+        f"  {tokens} tokens fit: one request of up to {plan.max_model_len}, or {rows} of about {each} at once"
+    )
+    return "\n".join([title, *lines, fits])
 
 
 def _prefill_bytes(cfg: ModelConfig, config: EngineConfig) -> int:
@@ -89,13 +156,12 @@ def _prefill_bytes(cfg: ModelConfig, config: EngineConfig) -> int:
     return tokens * (stream + max(queries, feed_forward)) + WORKSPACE_BYTES
 
 
-def _decode_bytes(cfg: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
-    """Most that the decode steps hold: their graphs and what the largest batch computes with."""
+def _decode_bytes(cfg: ModelConfig, config: EngineConfig) -> int:
+    """Most that the largest batch of a decode step computes with, beside its graphs."""
     nodes = config.max_running_requests * config.largest_tree
     experts = cfg.num_experts_per_tok + cfg.n_shared_experts if cfg.n_routed_experts else 1
     logits = 48 * cfg.vocab_size  # with filters: sorted values, their places, mass in float64, masks
-    work = nodes * (logits + 4 * cfg.hidden_size * (experts + 16))
-    return work + (GRAPH_BYTES if config.cuda_graphs and dtype == torch.bfloat16 else 0)
+    return nodes * (logits + 4 * cfg.hidden_size * (experts + 16))
 
 
 def _row_bytes(cfg: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:

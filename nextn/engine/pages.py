@@ -1,8 +1,7 @@
 """Host-side accounting of cache pages: who holds which page, how often, and what is free.
 
-A page is `page_size` consecutive slots in every layer, target and NextN alike. Pages are counted, so that
-requests can share a prefix: one of them fills a page held more than once, from then on it is only read, or
-copied before it is written.
+A page is `page_size` consecutive slots in every layer, target and NextN alike. Holds of a page are counted,
+so that requests and the prefix cache can share it: one request fills it, from then on it is only read.
 """
 
 from __future__ import annotations
@@ -28,6 +27,10 @@ class PagePool:
         """Pages that nobody holds."""
         return len(self._free)
 
+    def references(self, page: int) -> int:
+        """How often a page is held."""
+        return self._references[page]
+
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` slots."""
         return -(-tokens // self.page_size)
@@ -45,7 +48,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Hold pages once more, for a request that continues another's prefix."""
+        """Hold pages once more."""
         for page in pages:
             assert self._references[page] > 0, f"page {page} is free and cannot be shared"
             self._references[page] += 1
@@ -57,20 +60,6 @@ class PagePool:
             self._references[page] -= 1
             if self._references[page] == 0:
                 self._free.append(page)
-
-    def make_writable(self, pages: list[int], first: int) -> list[tuple[int, int]]:
-        """Replace shared pages of `pages[first:]` by fresh ones (copy on write).
-
-        Returns (source, target) pairs whose contents the caller must copy before the next write. Raises
-        `CapacityError`, with nothing changed, when there are too few free pages.
-        """
-        shared = [index for index in range(first, len(pages)) if self._references[pages[index]] > 1]
-        copies = []
-        for index, fresh in zip(shared, self.allocate(len(shared)), strict=True):
-            copies.append((pages[index], fresh))
-            self.release((pages[index],))
-            pages[index] = fresh
-        return copies
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise `AssertionError` unless the held pages are exactly those of `tables` and the rest is free.

@@ -128,16 +128,19 @@ def _in_range(name: str, value: float, low: float, high: float, above: bool = Fa
 class Request:
     """One request on its way through the engine; the engine alone changes it.
 
-    choice: which of a group's answers this is; it separates their noise under one seed. group: requests of
-    one group have the same prompt. compiled: what `Engine.validate` returned, where it was asked before.
-    prompt_logprobs: what prefill has computed of them so far; a request that is preempted keeps it.
+    choice: which of a prompt's answers this is; it separates their noise under one seed. priority: lower ones
+    start first and are preempted last. cache_salt: prefixes are shared among requests of one salt only, so
+    that nobody else learns from the time to a first token what they hold. compiled: what `Engine.validate`
+    returned, where it was asked before. prompt_logprobs: what prefill has computed of them so far; a request
+    that is preempted keeps it.
     """
 
     request_id: str
     prompt_tokens: list[int]
     params: SamplingParams
     choice: int = 0
-    group: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
     compiled: CompiledGrammar | None = None
     output_tokens: list[int] = field(default_factory=list)
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -166,8 +169,8 @@ class Output:
     error: the message, when finish_reason is 'error', and error_field the request's field at fault, if one
     is. acceptance: the request's own counter, which goes on counting until the last output. logprobs: one
     for each of token_ids, when asked for. prompt_logprobs: one for each prompt token, on the first output,
-    when asked for; the first token's is None. cached_tokens: prompt tokens whose latents another request of
-    the group had computed.
+    when asked for; the first token's is None. cached_tokens: prompt tokens that the request found in the
+    prefix cache when it first started.
     """
 
     request_id: str

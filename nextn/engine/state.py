@@ -14,8 +14,9 @@ The token at index n is the *root*: chosen, but in no cache yet.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,50 +54,66 @@ class StepBatch:
         return self.rows.shape[0]
 
 
+REALS = ("temperature", "top_p", "min_p", "frequency", "presence", "repetition")
+WHOLES = ("seed", "choice", "top_k", "ban_until")
+SAMPLING_FIELDS = {
+    "any_sampled": ("temperature", "seed", "choice"),
+    "any_filter": ("top_k", "top_p", "min_p"),
+    "any_penalty": ("frequency", "presence", "repetition", "counts", "prompt_seen"),
+    "any_bias": ("bias_ids", "bias_values", "banned_ids", "ban_until"),
+    "any_logprobs": ("raw_logprobs",),
+}
+"""What of a `SamplingBatch` each flag of a step calls for."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
     """Sampling parameters of every row, on the device; R rows and the scratch row.
 
-    The fields are those of `SamplingBatch`, which `sampling_batch` gathers by name.
+    They are what `SamplingBatch` holds, in few tensors: each takes a launch to gather and one to write.
     """
 
-    temperature: Tensor  # [R + 1] float32
-    top_k: Tensor  # [R + 1] int64, 0 is off
-    top_p: Tensor  # [R + 1] float32
-    min_p: Tensor  # [R + 1] float32
-    frequency: Tensor  # [R + 1] float32
-    presence: Tensor  # [R + 1] float32
-    repetition: Tensor  # [R + 1] float32
-    seed: Tensor  # [R + 1] int64
-    choice: Tensor  # [R + 1] int64
+    reals: Tensor  # [REALS, R + 1] float32
+    wholes: Tensor  # [WHOLES, R + 1] int64
     counts: Tensor  # [R + 1, V] int32, chosen tokens, the root included
     prompt_seen: Tensor  # [R + 1, V] bool
-    bias_ids: Tensor  # [R + 1, 300] int64
+    token_ids: Tensor  # [R + 1, 300 + 32] int64: biased ones, then banned ones, -1 where unused
     bias_values: Tensor  # [R + 1, 300] float32, -0.0 where unused
-    banned_ids: Tensor  # [R + 1, 32] int64, -1 where unused
-    ban_until: Tensor  # [R + 1] int64
     raw_logprobs: Tensor  # [R + 1] bool
 
     @staticmethod
     def zeros(rows: int, vocab_size: int, device: torch.device) -> SamplingRows:
         """Greedy rows with nothing counted."""
-
-        def real(value: float = 0.0) -> Tensor:
-            return torch.full((rows,), value, dtype=torch.float32, device=device)
-
-        def whole() -> Tensor:
-            return torch.zeros(rows, dtype=torch.int64, device=device)
-
+        # Unused entries add nothing, each to a token of its own: many sums to one would queue up.
+        biased = (torch.arange(MAX_BIASES, device=device) % vocab_size).repeat(rows, 1)
+        banned = torch.full((rows, MAX_BANNED), -1, dtype=torch.int64, device=device)
         return SamplingRows(
-            real(), whole(), real(1.0), real(), real(), real(), real(1.0), whole(), whole(),
-            torch.zeros(rows, vocab_size, dtype=torch.int32, device=device),
-            torch.zeros(rows, vocab_size, dtype=torch.bool, device=device),
-            # Unused entries add nothing, each to a token of its own: many sums to one would queue up.
-            (torch.arange(MAX_BIASES, device=device) % vocab_size).repeat(rows, 1),
-            torch.full((rows, MAX_BIASES), -0.0, device=device),
-            torch.full((rows, MAX_BANNED), -1, dtype=torch.int64, device=device), whole(),
-            torch.zeros(rows, dtype=torch.bool, device=device),
-        )  # fmt: skip
+            reals=torch.zeros(len(REALS), rows, dtype=torch.float32, device=device),
+            wholes=torch.zeros(len(WHOLES), rows, dtype=torch.int64, device=device),
+            counts=torch.zeros(rows, vocab_size, dtype=torch.int32, device=device),
+            prompt_seen=torch.zeros(rows, vocab_size, dtype=torch.bool, device=device),
+            token_ids=torch.cat((biased, banned), dim=1),
+            bias_values=torch.full((rows, MAX_BIASES), -0.0, device=device),
+            raw_logprobs=torch.zeros(rows, dtype=torch.bool, device=device),
+        )
+
+    def gather(self, rows: Tensor, wanted: Set[str]) -> dict[str, Any]:
+        """Fields of a `SamplingBatch` of `rows` [B]: the `wanted` ones, the rest empty."""
+
+        def pick(held: Tensor, dim: int, names: Iterable[str]) -> Tensor:
+            if wanted.isdisjoint(names):
+                return held.narrow(dim, 0, 0)
+            return held.index_select(dim, rows)
+
+        fields: dict[str, Any] = {}
+        for names, held in ((REALS, self.reals), (WHOLES, self.wholes)):
+            for name, values in zip(names, pick(held, 1, names), strict=True):
+                fields[name] = values if name in wanted else values[:0]
+        for name in ("counts", "prompt_seen", "bias_values", "raw_logprobs"):
+            fields[name] = pick(getattr(self, name), 0, (name,))
+        ids = pick(self.token_ids, 0, ("bias_ids", "banned_ids"))
+        fields["bias_ids"], fields["banned_ids"] = ids.split((MAX_BIASES, MAX_BANNED), dim=1)
+        return fields
 
 
 class RowState:
@@ -168,56 +185,44 @@ class RowState:
     ) -> None:
         """Start a row: sampling parameters, and counts of what a resumed request has already said.
 
+        Single values are filled in: assigned, each would be copied from the host, which would wait for it.
         seed: 64 bits. choice: which of a request's answers this is; it separates their noise.
         banned: token ids that `min_tokens` holds back, at most 32.
         """
         sampling = self.sampling
-        sampling.temperature[row] = params.temperature
-        sampling.top_k[row] = params.top_k
-        sampling.top_p[row] = params.top_p
-        sampling.min_p[row] = params.min_p
-        sampling.frequency[row] = params.frequency_penalty
-        sampling.presence[row] = params.presence_penalty
-        sampling.repetition[row] = params.repetition_penalty
-        sampling.seed[row] = seed
-        sampling.choice[row] = choice
-        sampling.raw_logprobs[row] = params.raw_logprobs
-        self._set_bias(row, params, len(prompt), banned)
-        self.n[row] = 0
-        self.draft_len[row] = 0
+        reals = (
+            params.temperature, params.top_p, params.min_p, params.frequency_penalty,
+            params.presence_penalty, params.repetition_penalty,
+        )  # fmt: skip
+        sampling.reals[:, row] = self.upload(reals, torch.float32)
+        sampling.wholes[:, row] = self.upload((seed, choice, params.top_k, len(prompt) + params.min_tokens))
+        sampling.raw_logprobs[row].fill_(params.raw_logprobs)
+        self._set_bias(row, params, banned)
+        self.n[row].zero_()
+        self.draft_len[row].zero_()
         if params.needs_penalties:
-            sampling.counts[row] = 0
-            sampling.prompt_seen[row] = False
-            sampling.prompt_seen[row, self.upload(prompt)] = True
+            sampling.counts[row].zero_()
+            sampling.prompt_seen[row].zero_().index_fill_(0, self.upload(prompt), True)
             if output:
                 said = self.upload(output)
                 sampling.counts[row].scatter_add_(0, said, torch.ones_like(said, dtype=torch.int32))
 
-    def _set_bias(self, row: int, params: SamplingParams, prompt: int, banned: Sequence[int]) -> None:
+    def _set_bias(self, row: int, params: SamplingParams, banned: Sequence[int]) -> None:
         """Biases and bans of a row; every row of a batch that has any is read, so all are written."""
         sampling = self.sampling
-        sampling.bias_values[row] = -0.0
+        sampling.bias_values[row].fill_(-0.0)
         if params.logit_bias:
             ids, values = zip(*params.logit_bias, strict=True)
-            sampling.bias_ids[row, : len(ids)] = self.upload(ids)
+            sampling.token_ids[row, : len(ids)] = self.upload(ids)
             sampling.bias_values[row, : len(ids)] = self.upload(values, torch.float32)
-        sampling.banned_ids[row] = -1
+        sampling.token_ids[row, MAX_BIASES:].fill_(-1)
         if banned:
-            sampling.banned_ids[row, : len(banned)] = self.upload(banned)
-        sampling.ban_until[row] = prompt + params.min_tokens
+            sampling.token_ids[row, MAX_BIASES : MAX_BIASES + len(banned)] = self.upload(banned)
 
     def set_pages(self, row: int, pages: Sequence[int], first: int = 0) -> None:
         """Write `pages[first:]` into the row's page table."""
         if first < len(pages):
             self.page_table[row, first : len(pages)] = self.upload(pages[first:])
-
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole pages, (source, target) pairs, in every layer: the device's part of copy on write."""
-        if copies:
-            source, target = self.upload([page for pair in zip(*copies, strict=True) for page in pair]).chunk(
-                2
-            )
-            self.cache[:, target] = self.cache[:, source]
 
     def slots(self, page_table: Tensor, positions: Tensor) -> Tensor:
         """Slots of token positions; the rows' page_table [B, P], positions [B, M] -> [B, M] int64.
@@ -230,19 +235,9 @@ class RowState:
 
     def sampling_batch(self, batch: StepBatch) -> SamplingBatch:
         """Gather the rows' sampling parameters: those that the batch's flags call for, the rest empty."""
-        flags = {
-            "any_sampled": ("temperature", "seed", "choice"),
-            "any_filter": ("top_k", "top_p", "min_p"),
-            "any_penalty": ("frequency", "presence", "repetition", "counts", "prompt_seen"),
-            "any_bias": ("bias_ids", "bias_values", "banned_ids", "ban_until"),
-            "any_logprobs": ("raw_logprobs",),
-        }
-        gathered = {}
-        for flag, names in flags.items():
-            for name in names:
-                held = getattr(self.sampling, name)
-                gathered[name] = held[batch.rows] if getattr(batch, flag) else held[:0]
-        return SamplingBatch(**gathered, **{flag: getattr(batch, flag) for flag in flags})
+        flags = {flag: getattr(batch, flag) for flag in SAMPLING_FIELDS}
+        wanted = {name for flag, names in SAMPLING_FIELDS.items() if flags[flag] for name in names}
+        return SamplingBatch(**self.sampling.gather(batch.rows, wanted), **flags)
 
 
 def _chain_mask(steps: Tensor) -> Tensor:

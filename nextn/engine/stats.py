@@ -53,11 +53,15 @@ class Acceptance:
 class Stats:
     """Totals of an engine since its start.
 
-    prompt_tokens: tokens prefilled; a preempted request counts once more when it resumes. finished: requests
-    that ended by themselves. acceptance: cycles of all requests.
+    prompt_tokens: tokens prefilled; a preempted request counts once more when it resumes. cached_tokens:
+    prompt tokens that requests took from the prefix cache when they first started. finished: requests that
+    ended by themselves. acceptance: cycles of all requests.
     """
 
+    prefill_steps: int = 0
+    decode_steps: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     generated_tokens: int = 0
     finished: int = 0
     aborted: int = 0

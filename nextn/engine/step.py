@@ -1,4 +1,4 @@
-"""The engine's steps: `prefill_step`, `plain_step` and `spec_step` (draft, verify, accept, commit).
+"""The decode steps: `plain_step` and `spec_step` (draft, verify, accept, commit).
 
 `draft`, `verify` and `accept` write step buffers and scratch slots only; `commit` alone changes rows, pages
 and caches, so nothing is ever undone. Inside a decode step nothing is read back to the host. A row whose
@@ -21,11 +21,11 @@ from torch import Tensor
 
 from nextn.config import SpecConfig
 from nextn.engine.state import RING, RowState, StepBatch
-from nextn.kernels.ops import best_children, chosen_logprobs, compact, level_noise, pick_tokens
+from nextn.kernels.ops import adjust_logits, best_children, chosen_logprobs, compact, level_noise, pick_tokens
 from nextn.kernels.ref.dtypes import accumulation_dtype
-from nextn.kernels.ref.sampling import SamplingBatch, for_nodes, raw_logprobs, token_logprobs
+from nextn.kernels.ref.sampling import SamplingBatch
 from nextn.models.deepseek import States
-from nextn.models.inputs import DraftInput, PrefillInput, TreeInput
+from nextn.models.inputs import DraftInput, TreeInput
 from nextn.models.weights import Models
 from nextn.tree import accept as tree_accept
 from nextn.tree import grow
@@ -33,9 +33,6 @@ from nextn.tree.accept import Accepted
 from nextn.tree.tree import DraftTree
 
 Mark = Callable[[str], None]
-
-LOGIT_SLICE = 128
-"""Prompt positions whose logits are held at once; each has a vocabulary of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,36 +58,6 @@ class Simulation:
 
     lengths: Tensor  # [1] or [B] int64, on the device: a captured step reads it anew each time
     fixed_token: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillWork:
-    """One prefill step as the host planned it; R requests, F of them end their prefill here.
-
-    next_tokens: [T] token t_{i+1} of each position; undefined where `last` points, which is sampled here.
-    last: [F] offsets into T. last_rows: StepBatch of the F rows. rows: [R]. lengths: [R] n after the step.
-    scored: [P] offsets into T of the positions whose next prompt token's log-probability is asked for; None
-    where nobody asks. grammar: [F, 1, ceil(V / 32)] int32, with `any_grammar`: the first tokens allowed.
-    """
-
-    inputs: PrefillInput
-    next_tokens: Tensor
-    rows: Tensor
-    lengths: Tensor
-    ends: Tensor  # [R] offset into T of each request's last token here
-    last: Tensor
-    last_rows: StepBatch
-    scored: Tensor | None = None
-    grammar: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """What a prefill step brings: the F first tokens, and log-probabilities where they are asked for."""
-
-    tokens: Tensor  # [F] int64
-    logprobs: Tensor | None  # [F, 1 + 20] int64, see `pack_logprobs`
-    prompt_logprobs: Tensor | None  # [P, 1 + 20] int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +179,7 @@ def draft_part(
     nodes, levels = (spec.draft_tokens, spec.num_steps + 1) if spec else (1, 1)
     place = Place.behind(state, batch, state.n[batch.rows], nodes)
     sampling = state.sampling_batch(batch)
-    noise = _noise(models, sampling, place.n + 1, levels, state.cache.dtype)
+    noise = position_noise(models, sampling, place.n + 1, levels, state.cache.dtype)
     if spec is None:
         tree = DraftTree.plain(state.root[batch.rows])
     else:
@@ -280,7 +247,7 @@ def draft(
     # [B, 1, hidden], before shared_head.norm
     last = state.draft_state.index_select(0, batch.rows).unsqueeze(1)
     states = States(last, nextn.final_norm(last))
-    path = _no_path(sampling, batch.size)
+    path = no_path(sampling, batch.size)
     positions = _level_positions(sampling, n, 1, 1)
     tokens, values = _children(models, states, sampling, path, positions, noise[:, :1], k, options)
     growth = grow.start(tokens[:, 0], values[:, 0], spec)
@@ -295,7 +262,7 @@ def draft(
             prefix_lens=n,
             page_table=place.page_table,
         )
-        recycled = _take(_draft_hidden(states, options), beam.parent_slot)
+        recycled = take(draft_hidden(states, options), beam.parent_slot)
         states = nextn.decode(inputs, recycled, state.cache)  # [B, k, hidden]
         path = (beam.path_tokens, beam.path_valid) if sampling.any_penalty else None
         own_noise = noise[:, beam.level : beam.level + 1]
@@ -361,7 +328,8 @@ def accept(
     """
     path = tree.path_tokens() if sampling.any_penalty else None
     positions = (n + 1).unsqueeze(1) + tree.depth if sampling.any_bias else None
-    target_tokens = pick_tokens(logits, sampling, noise, tree.depth, path, positions)
+    adjusted, after = adjust_logits(logits, sampling, path, positions)
+    target_tokens = pick_tokens(adjusted, after, noise, tree.depth)
     if simulation is None:
         accepted = tree_accept.accept(tree, target_tokens, width)
     else:
@@ -369,31 +337,18 @@ def accept(
         accepted = tree_accept.simulated(tree, lengths, target_tokens, width)
         if simulation.fixed_token is not None:
             accepted = replace(accepted, tokens=torch.full_like(accepted.tokens, simulation.fixed_token))
-    logprobs = (
-        _emitted_logprobs(sampling, logits, accepted, path, positions) if sampling.any_logprobs else None
-    )
+    logprobs = _emitted_logprobs(sampling, logits, adjusted, accepted) if sampling.any_logprobs else None
     return Emission(accepted.path, accepted.length, accepted.tokens, logprobs)
 
 
 def _emitted_logprobs(
-    sampling: SamplingBatch,
-    logits: Tensor,
-    accepted: Accepted,
-    path: tuple[Tensor, Tensor] | None,
-    positions: Tensor | None,
+    sampling: SamplingBatch, logits: Tensor, adjusted: Tensor, accepted: Accepted
 ) -> Tensor:
     """Packed log-probabilities [B, W, 1 + 20] of what the accepted nodes emit; of these nodes only."""
-    nodes = accepted.path  # [B, W]
-
-    def at(each: Tensor) -> Tensor:
-        """Of each[B, D, ...], the accepted nodes' part."""
-        index = nodes.view(*nodes.shape, *[1] * (each.dim() - 2)).expand(-1, -1, *each.shape[2:])
-        return each.gather(1, index)
-
-    own_path = None if path is None else (at(path[0]), at(path[1]))
-    own_positions = None if positions is None else at(positions)
-    own = for_nodes(sampling, nodes)
-    return pack_logprobs(*chosen_logprobs(at(logits), own, accepted.tokens, own_path, own_positions))
+    index = accepted.path.unsqueeze(-1).expand(-1, -1, logits.shape[2])  # [B, W, V]
+    own = logits.gather(1, index)
+    own_adjusted = own if adjusted is logits else adjusted.gather(1, index)
+    return pack_logprobs(*chosen_logprobs(own, own_adjusted, sampling, accepted.tokens))
 
 
 def commit(
@@ -420,9 +375,9 @@ def commit(
     chain = place.first(accepted.path.shape[1])
     compact(state.cache[:-1], place.slots.gather(1, accepted.path), chain.slots, valid)
 
-    tokens, hidden = accepted.tokens.clamp(min=0), _take(_draft_hidden(states, options), accepted.path)
-    output = _extend_draft(models, state, chain, tokens, hidden, valid)
-    state.draft_state[batch.rows] = _take(output, accepted.length.unsqueeze(1) - 1).squeeze(1)
+    tokens, hidden = accepted.tokens.clamp(min=0), take(draft_hidden(states, options), accepted.path)
+    output = extend_draft(models, state, chain, tokens, hidden, valid)
+    state.draft_state[batch.rows] = take(output, accepted.length.unsqueeze(1) - 1).squeeze(1)
     state.draft_len[batch.rows] = place.n + accepted.length
     _advance(state, batch, accepted)
 
@@ -439,13 +394,13 @@ def catch_up(models: Models, state: RowState, batch: StepBatch) -> None:
     where = (rows.unsqueeze(1), place.positions % RING)
     tokens, states = state.ring_token[where], state.ring_hidden[where]
     valid = place.positions < (draft_len + behind).unsqueeze(1)
-    output = _extend_draft(models, state, place, tokens, states, valid)
-    fresh = _take(output, (behind - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+    output = extend_draft(models, state, place, tokens, states, valid)
+    fresh = take(output, (behind - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
     state.draft_state[rows] = torch.where(behind.unsqueeze(1) > 0, fresh, state.draft_state[rows])
     state.draft_len[rows] = draft_len + behind
 
 
-def _extend_draft(
+def extend_draft(
     models: Models,
     state: RowState,
     place: Place,
@@ -471,54 +426,9 @@ def _extend_draft(
     return models.nextn.decode(inputs, states, state.cache).hidden
 
 
-def prefill_step(models: Models, state: RowState, plan: PrefillWork, options: StepOptions) -> Prefilled:
-    """Prefill chunks of R requests; brings the first token of the F that end here.
-
-    The NextN cache is extended over the same tokens: at a chunk's edge it reads the real next prompt token,
-    at the prompt's end the token that was just sampled.
-    """
-    batch, ending = plan.last_rows, plan.last.shape[0]
-    assert batch.any_grammar == (plan.grammar is not None), "a batch with grammars needs its masks"
-    states = models.target.prefill(plan.inputs, state.cache)  # [T, hidden]
-    sampling = replace(state.sampling_batch(batch), grammar=plan.grammar)
-    logits = models.target.logits(states.normed[plan.last]).unsqueeze(1)  # [F, 1, V]
-    first = plan.inputs.positions[plan.last] + 1
-    noise = _noise(models, sampling, first, 1, state.cache.dtype)
-    level = torch.zeros_like(plan.last).unsqueeze(1)  # [F, 1]
-    path, positions = _no_path(sampling, ending), first.unsqueeze(1)
-    tokens = pick_tokens(logits, sampling, noise, level, path, positions)
-    logprobs = None
-    if sampling.any_logprobs:
-        logprobs = pack_logprobs(*chosen_logprobs(logits, sampling, tokens, path, positions)).squeeze(1)
-    tokens = tokens.squeeze(1)
-
-    if models.nextn is not None:
-        next_tokens = plan.next_tokens.index_copy(0, plan.last, tokens.clamp(min=0))
-        inputs = replace(plan.inputs, tokens=next_tokens)
-        output = models.nextn.prefill(inputs, _draft_hidden(states, options), state.cache)
-        state.draft_state[plan.rows] = output.hidden[plan.ends]
-        state.draft_len[plan.rows] = plan.lengths
-    state.n[plan.rows] = plan.lengths
-    state.root[plan.last_rows.rows] = tokens.clamp(min=0)
-    _count(state, plan.last_rows, tokens.unsqueeze(1), torch.ones_like(tokens, dtype=torch.bool).unsqueeze(1))
-    return Prefilled(tokens, logprobs, _prompt_logprobs(models, states.normed, plan))
-
-
-def _prompt_logprobs(models: Models, normed: Tensor, plan: PrefillWork) -> Tensor | None:
-    """Packed log-probabilities [P, 1 + 20] of the prompt tokens behind the `scored` positions, raw.
-
-    normed [T, hidden]. A slice of positions at a time: logits of a whole prompt would fill the memory.
-    """
-    if plan.scored is None:
-        return None
-    parts = []
-    for places in plan.scored.split(LOGIT_SLICE):
-        logp = raw_logprobs(models.target.logits(normed[places]))
-        parts.append(pack_logprobs(*token_logprobs(logp, plan.next_tokens[places])))
-    return torch.cat(parts)
-
-
-def _noise(models: Models, sampling: SamplingBatch, first: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
+def position_noise(
+    models: Models, sampling: SamplingBatch, first: Tensor, levels: int, dtype: torch.dtype
+) -> Tensor:
     """Noise of the positions first .. first+levels-1; first [B] -> [B, levels, V or, all greedy, 1].
 
     Level l of the draft and the tree's nodes of depth l-1 choose for the same position with the same noise.
@@ -527,7 +437,7 @@ def _noise(models: Models, sampling: SamplingBatch, first: Tensor, levels: int, 
     return level_noise(sampling, first, levels, models.cfg.vocab_size, wide)
 
 
-def _no_path(sampling: SamplingBatch, rows: int) -> tuple[Tensor, Tensor] | None:
+def no_path(sampling: SamplingBatch, rows: int) -> tuple[Tensor, Tensor] | None:
     """The path of nodes right below the root, one a row: nothing is on it. None where nobody counts."""
     if not sampling.any_penalty:
         return None
@@ -535,7 +445,7 @@ def _no_path(sampling: SamplingBatch, rows: int) -> tuple[Tensor, Tensor] | None
     return tokens, tokens.bool()
 
 
-def _draft_hidden(states: States, options: StepOptions) -> Tensor:
+def draft_hidden(states: States, options: StepOptions) -> Tensor:
     """The state that the next draft layer reads: the target's, or its own recycled one."""
     return states.normed if options.post_norm else states.hidden
 
@@ -553,7 +463,7 @@ def _remember(
     if models.nextn is None:
         return
     index = n % RING
-    state.ring_hidden[batch.rows, index] = _draft_hidden(states, options)[:, 0]
+    state.ring_hidden[batch.rows, index] = draft_hidden(states, options)[:, 0]
     state.ring_token[batch.rows, index] = accepted.tokens[:, 0].clamp(min=0)
 
 
@@ -563,10 +473,10 @@ def _advance(state: RowState, batch: StepBatch, accepted: Accepted) -> None:
     last = accepted.tokens.gather(1, (accepted.length - 1).unsqueeze(1)).squeeze(1)
     state.root[rows] = last.clamp(min=0)
     state.n[rows] += accepted.length * batch.live
-    _count(state, batch, accepted.tokens, accepted.valid)
+    count_tokens(state, batch, accepted.tokens, accepted.valid)
 
 
-def _count(state: RowState, batch: StepBatch, tokens: Tensor, valid: Tensor) -> None:
+def count_tokens(state: RowState, batch: StepBatch, tokens: Tensor, valid: Tensor) -> None:
     """Add emitted tokens [B, W] to the rows' penalty counts."""
     if batch.any_penalty:
         counts = state.sampling.counts
@@ -574,7 +484,7 @@ def _count(state: RowState, batch: StepBatch, tokens: Tensor, valid: Tensor) -> 
         counts.view(-1).scatter_add_(0, where.flatten(), valid.to(torch.int32).flatten())
 
 
-def _take(states: Tensor, nodes: Tensor) -> Tensor:
+def take(states: Tensor, nodes: Tensor) -> Tensor:
     """The states of some nodes: [B, M, hidden] at nodes [B, K] -> [B, K, hidden]."""
     if states.shape[1] == 1:  # where there is one, all nodes are it
         return states.expand(-1, nodes.shape[1], -1)

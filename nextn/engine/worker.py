@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -21,16 +20,17 @@ from torch import Tensor
 from nextn.config import EngineConfig, ModelConfig, SpecConfig
 from nextn.engine.grammar import Matcher, mask_words, run_together
 from nextn.engine.graphs import CATCH_UP, HostCopy, NodeMasks, Shape, StepGraphs, run_step
+from nextn.engine.launched import Launched, LaunchedPrefill
 from nextn.engine.memory import plan_memory
 from nextn.engine.phases import PhaseClock
-from nextn.engine.request import SamplingParams, TokenLogprobs
+from nextn.engine.prefill import PrefillWork, chains_of, prefill_step
+from nextn.engine.request import SamplingParams
 from nextn.engine.scheduler import Chunk, Running
 from nextn.engine.state import RING, RowState, StepBatch
-from nextn.engine.step import PrefillWork, StepOptions, no_mark, prefill_step, unpack_logprobs
+from nextn.engine.step import StepOptions, no_mark
 from nextn.errors import CapacityError, ConfigError
 from nextn.kernels.ops import has_kernels
 from nextn.kernels.ref.router import MAX_EXPERTS
-from nextn.kernels.ref.sampling import MAX_LOGPROBS
 from nextn.models.inputs import PrefillInput
 from nextn.models.weights import Models, build_models
 
@@ -44,58 +44,11 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 @dataclass(frozen=True, slots=True)
-class Emitted:
-    """Tokens that a step brought for each row, and how many draft tokens it verified.
-
-    logprobs: one a token in rows that ask for them, none in others.
-    """
-
-    tokens: list[list[int]]
-    drafted: int
-    logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
 class SimulatedLength:
     """A benchmark's step: every row accepts `length` - 1 nodes and writes `fixed_token`, if there is one."""
 
     length: int
     fixed_token: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A decode step of `entries` under way: its result on its way to the host (see `step.pack`).
-
-    width: W, the most tokens that the step brings a row. Until `wait` each entry counts as W tokens ahead of
-    what the host knows.
-    """
-
-    entries: tuple[Running, ...]
-    result: HostCopy
-    drafted: int
-    clock: PhaseClock
-    width: int
-
-    @staticmethod
-    def start(
-        entries: tuple[Running, ...], result: Tensor, drafted: int, clock: PhaseClock, width: int
-    ) -> Launched:
-        """Send the entries' rows, the first of a step's result, to the host, without waiting for it."""
-        launched = Launched(entries, HostCopy.start(result[: len(entries)]), drafted, clock, width)
-        for entry in entries:
-            entry.ahead += launched.width
-        return launched
-
-    def wait(self) -> Emitted:
-        """The step's tokens; waits until it has run. To be called once."""
-        result = self.result.wait()
-        for entry in self.entries:
-            entry.ahead -= self.width
-        head, tail = result[:, : 1 + self.width], result[:, 1 + self.width :]
-        tokens = [row[1 : 1 + row[0]] for row in head.tolist()]
-        params = [entry.request.params for entry in self.entries]
-        return Emitted(tokens, self.drafted, read_logprobs(tail, tokens, params))
 
 
 class Worker:
@@ -202,16 +155,33 @@ class Worker:
         """Which tokens may follow each node, [R, D, words] int32 on the host, all ones without a grammar.
 
         trees [2, B, D] int64: tokens and parents, of the R entries first. The result is valid until the next
-        call, so the step must have taken it by then: steps with grammars do not run ahead.
+        call, so the step must have taken it by then: a row's decode steps with grammars do not run ahead.
         """
-        tokens, parents = trees.tolist()
         nodes = trees.shape[2]
         if nodes not in self._masks:
-            shape = (self.state.scratch_row, nodes, mask_words(self.models.cfg.vocab_size))
-            pinned = self.state.device.type == "cuda"
-            with torch.inference_mode(False):  # other threads write it
-                self._masks[nodes] = torch.empty(shape, dtype=torch.int32, pin_memory=pinned)
-        masks = self._masks[nodes][: len(entries)]
+            self._masks[nodes] = self._new_masks(self.state.scratch_row, nodes)
+        return self._fill_masks(entries, trees, self._masks[nodes])
+
+    def _first_masks(self, entries: Sequence[Running]) -> Tensor | None:
+        """Masks of the tokens that follow a prefill, [F, 1, words] on the device; None without a grammar.
+
+        In memory of their own, for the prefill before may not have taken its masks yet.
+        """
+        if all(entry.request.params.grammar is None for entry in entries):
+            return None
+        roots = torch.tensor([0, -1]).view(2, 1, 1).expand(-1, len(entries), -1)
+        masks = self._fill_masks(entries, roots, self._new_masks(len(entries), 1))
+        return masks.to(self.state.device, non_blocking=True)
+
+    def _new_masks(self, rows: int, nodes: int) -> Tensor:
+        """Memory for masks on the host, from which copies to a GPU do not wait."""
+        shape = (rows, nodes, mask_words(self.models.cfg.vocab_size))
+        with torch.inference_mode(False):  # other threads write it
+            return torch.empty(shape, dtype=torch.int32, pin_memory=self.state.device.type == "cuda")
+
+    def _fill_masks(self, entries: Sequence[Running], trees: Tensor, masks: Tensor) -> Tensor:
+        """Write the first R of `masks` and return them; for the rest see `_node_masks`."""
+        tokens, parents = trees.tolist()
         jobs = []
         for index, entry in enumerate(entries):
             matcher = self._matchers[entry.row]
@@ -221,14 +191,7 @@ class Worker:
                 matcher.advance(entry.request.output_tokens)
                 jobs.append(partial(matcher.fill, tokens[index], parents[index], masks[index]))
         run_together(jobs)
-        return masks
-
-    def _first_masks(self, entries: Sequence[Running]) -> Tensor | None:
-        """Masks of the tokens that follow a prefill, [F, 1, words] on the device; None without a grammar."""
-        if all(entry.request.params.grammar is None for entry in entries):
-            return None
-        roots = torch.tensor([0, -1]).view(2, 1, 1).expand(-1, len(entries), -1)
-        return self._node_masks(entries, roots).to(self.state.device, non_blocking=True)
+        return masks[: len(entries)]
 
     def _set_pages(self, entry: Running) -> None:
         """Tell the device about pages that a row gained since it was last told."""
@@ -236,29 +199,45 @@ class Worker:
         self._pages[entry.row] = len(entry.pages)
 
     @torch.inference_mode()
-    def prefill(self, chunks: Sequence[Chunk]) -> Emitted:
-        """Run one prefill step; brings the first token of each chunk that `is_last`, in order.
+    def prefill(self, chunks: Sequence[Chunk]) -> LaunchedPrefill:
+        """Start a prefill step; on a GPU in bfloat16 the host goes on at once.
 
-        Log-probabilities of prompt tokens go to their requests.
+        `LaunchedPrefill.wait` brings the first token of each chunk that `is_last`. Their rows may decode in
+        the next step, launched before that.
         """
-        scored = [scored_positions(chunk) for chunk in chunks]
-        done = prefill_step(self.models, self.state, self._plan(chunks, scored), self.options)
-        if done.prompt_logprobs is not None:
-            self._keep_prompt_logprobs(chunks, scored, done.prompt_logprobs.cpu())
-        params = [chunk.entry.request.params for chunk in chunks if chunk.is_last]
-        tokens = [[token] for token in done.tokens.tolist()]
-        packed = done.tokens.new_zeros(len(tokens), 0) if done.logprobs is None else done.logprobs
-        return Emitted(tokens, 0, read_logprobs(packed.cpu(), tokens, params))
+        for chunk in chunks:
+            self._set_pages(chunk.entry)
+        scored = tuple(scored_positions(chunk) for chunk in chunks)
+        clock = PhaseClock(self.state.device)
+        if (chains := self._chains(chunks, scored)) is not None:
+            assert self.graphs is not None
+            clock.mark("start")
+            result = self.graphs.prefill(chains)[: sum(chunk.is_last for chunk in chunks)]
+            clock.mark("prefill")
+            return LaunchedPrefill(tuple(chunks), HostCopy.start(result), scored, None, clock)
+        work = self._plan(chunks, scored)
+        clock.mark("start")
+        done = prefill_step(self.models, self.state, work, self.options)
+        clock.mark("prefill")
+        rated = None if done.prompt_logprobs is None else HostCopy.start(done.prompt_logprobs)
+        return LaunchedPrefill(tuple(chunks), HostCopy.start(done.result), scored, rated, clock)
 
-    def _keep_prompt_logprobs(self, chunks: Sequence[Chunk], scored: Sequence[range], packed: Tensor) -> None:
-        """Append to each request what the step found of its prompt; packed [P, 1 + 20]."""
-        parts = packed.split([len(places) for places in scored])
-        for chunk, places, part in zip(chunks, scored, parts, strict=True):
-            request = chunk.entry.request
-            if places:
-                tokens = request.prompt_tokens[places.start + 1 : places.stop + 1]
-                request.prompt_logprobs = request.prompt_logprobs or [None]
-                request.prompt_logprobs += token_logprobs(part, tokens, request.params.prompt_logprobs or 0)
+    def _chains(self, chunks: Sequence[Chunk], scored: Sequence[range]) -> list[list[int]] | None:
+        """A short step's chunks as chains, where steps are recorded; None where `prefill_step` must do it."""
+        if self.graphs is None or any(scored):
+            return None
+        params = [chunk.entry.request.params for chunk in chunks if chunk.is_last]
+        if any(each.logprobs is not None or each.grammar is not None for each in params):
+            return None
+        return chains_of(chunks)
+
+    def settled_tokens(self, entry: Running) -> int:
+        """How many leading tokens of a row have their entries in target and NextN cache, counted carefully.
+
+        Or will have, by steps under way, before any step launched from now on runs. Plain steps leave the
+        draft behind by `_lag` tokens at most, those under way included.
+        """
+        return max(0, entry.length - self._lag[entry.row])
 
     @torch.inference_mode()
     def launch(
@@ -426,33 +405,6 @@ def scored_positions(chunk: Chunk) -> range:
         return range(0)
     first = max(chunk.start, len(request.prompt_logprobs) - 1)
     return range(first, min(chunk.start + chunk.length, len(request.prompt_tokens) - 1))
-
-
-def read_logprobs(
-    packed: Tensor, tokens: Sequence[list[int]], params: Sequence[SamplingParams]
-) -> list[tuple[TokenLogprobs, ...]]:
-    """The log-probabilities of rows' emitted tokens, none in rows that do not ask.
-
-    packed [B, 21 W] int64 on the host, of the rows of `tokens` and `params`; empty where no row asks.
-    """
-    found: list[tuple[TokenLogprobs, ...]] = []
-    for row, (own, asked) in enumerate(zip(tokens, params, strict=True)):
-        part = packed[row].view(-1, 1 + MAX_LOGPROBS)[: len(own)] if asked.logprobs is not None else None
-        found.append(() if part is None else tuple(token_logprobs(part, own, asked.logprobs or 0)))
-    return found
-
-
-def token_logprobs(packed: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """packed [n, 1 + 20] int64 on the host, the n tokens, and how many alternatives to list at most."""
-    values, ids = (each.tolist() for each in unpack_logprobs(packed))
-    return [
-        TokenLogprobs(
-            token,
-            own[0],
-            tuple((i, v) for i, v in zip(names[1 : 1 + top], own[1 : 1 + top], strict=True) if v > -math.inf),
-        )
-        for token, own, names in zip(tokens, values, ids, strict=True)
-    ]
 
 
 def leave_a_core_free() -> None:

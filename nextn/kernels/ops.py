@@ -11,7 +11,6 @@ a kernel that splits a sum over programs leaves the adding to the kernel that re
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +29,7 @@ from nextn.kernels.ref.gemm import Block
 from nextn.kernels.ref.moe import ExpertWeights, SharedExperts
 from nextn.kernels.ref.rope import RotaryTables
 from nextn.kernels.ref.router import Method, Scoring
-from nextn.kernels.ref.sampling import MAX_CHILDREN, MAX_LOGPROBS, SamplingBatch
+from nextn.kernels.ref.sampling import MAX_CHILDREN, SamplingBatch
 from nextn.kernels.ref.tree_ops import BeamState, Pool
 
 if TYPE_CHECKING:
@@ -293,7 +292,7 @@ def best_children(
     if on_gpu(logits) and k <= MAX_CHILDREN:
         from nextn.kernels.vocab import best_children as kernel
 
-        return kernel(*_adjusted(logits, batch, path, positions), noise, k, tau)
+        return kernel(*adjust_logits(logits, batch, path, positions), noise, k, tau)
     return ref_sampling.best_children(logits, batch, noise, k, tau, path, positions)
 
 
@@ -309,42 +308,39 @@ def pick_tokens(
     if on_gpu(logits):
         from nextn.kernels.vocab import pick_tokens as kernel
 
-        return kernel(*_adjusted(logits, batch, path, positions), noise, level)
+        return kernel(*adjust_logits(logits, batch, path, positions), noise, level)
     return ref_sampling.pick_tokens(logits, batch, noise, level, path, positions)
 
 
-def chosen_logprobs(
+def adjust_logits(
     logits: Tensor,
     batch: SamplingBatch,
-    tokens: Tensor,
     path: tuple[Tensor, Tensor] | None = None,
     positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Values and ids [B, M, 1 + 20] of each node's token and of the best in its place."""
-    if on_gpu(logits):
-        from nextn.kernels.vocab import best_children as kernel
-
-        adjusted, after = _adjusted(logits, batch, path, positions)
-        logp = ref_sampling.asked_logprobs(logits, adjusted, batch)
-        count = min(MAX_LOGPROBS, logp.shape[-1])
-        best, _ = kernel(logp, replace(after, any_sampled=False), None, count)
-        return ref_sampling.token_logprobs(logp, tokens, best)
-    return ref_sampling.chosen_logprobs(logits, batch, tokens, path, positions)
-
-
-def _adjusted(
-    logits: Tensor, batch: SamplingBatch, path: tuple[Tensor, Tensor] | None, positions: Tensor | None
 ) -> tuple[Tensor, SamplingBatch]:
-    """Logits on a GPU with all but temperature and noise done, and the batch that says so."""
+    """Logits [B, M, V] with all but temperature and noise done, and the batch that says so."""
     if not batch.adjusts_logits:
         return logits, batch
-    from nextn.kernels.adjust import MAX_VOCAB
-    from nextn.kernels.adjust import adjust_logits as kernel
+    if on_gpu(logits) and logits.dtype != torch.float64:
+        from nextn.kernels.adjust import adjust_logits as kernel
 
-    if logits.dtype != torch.float64 and logits.shape[2] <= MAX_VOCAB:
         return kernel(logits, batch, path, positions), batch.adjusted()
     own_path = ref_sampling.path_or_empty(logits, batch, path)
     return ref_sampling.adjust_logits(logits, batch, *own_path, positions), batch.adjusted()
+
+
+def chosen_logprobs(
+    logits: Tensor, adjusted: Tensor, batch: SamplingBatch, tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Values and ids [B, M, 1 + 20] of each node's token and of the best in its place.
+
+    adjusted: what `adjust_logits` makes of logits, both [B, M, V].
+    """
+    if on_gpu(logits) and logits.dtype != torch.float64:
+        from nextn.kernels.vocab import chosen_logprobs as kernel
+
+        return kernel(logits, adjusted, batch, tokens)
+    return ref_sampling.chosen_logprobs(logits, adjusted, batch, tokens)
 
 
 def level_noise(batch: SamplingBatch, first: Tensor, levels: int, vocab: int, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,9 @@ overflows nowhere. Chunks depend on the vocabulary alone: a node's result does n
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +19,7 @@ from torch import Tensor
 from nextn.errors import ConfigError
 from nextn.kernels.launch import launch_options, wait_for_inputs
 from nextn.kernels.ref.dtypes import accumulation_dtype
-from nextn.kernels.ref.sampling import MAX_CHILDREN, SamplingBatch
+from nextn.kernels.ref.sampling import MAX_CHILDREN, MAX_LOGPROBS, SamplingBatch, pad_logprobs
 from nextn.kernels.tree_ops import drop_key, order_key, take_best
 
 NOISE_BLOCK = 1024  # tokens a program
@@ -70,6 +73,29 @@ def pick_tokens(
     assert level.dtype == torch.int64, f"level must be int64, is {level.dtype}"
     tokens, _ = _choose(logits, batch, noise, level.contiguous(), 1, 1.0, config)
     return tokens.squeeze(-1)
+
+
+def chosen_logprobs(
+    logits: Tensor, adjusted: Tensor, batch: SamplingBatch, tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of `tokens` [B, M] and of the best in their places: values and ids [B, M, 1 + 20].
+
+    logits [B, M, V] of up to 32 bits and what `adjust_logits` makes of them; rows with `raw_logprobs` get
+    the model's own. A token's value is found from the best one's and from how far it lies below.
+    """
+    assert batch.raw_logprobs is not None, "log-probabilities need to know which rows want raw ones"
+    x, temperature = adjusted, torch.zeros_like(batch.raw_logprobs, dtype=torch.float32)
+    if adjusted is not logits:
+        x = torch.where(batch.raw_logprobs[:, None, None], logits, adjusted)
+    if batch.any_sampled:
+        temperature = torch.where(batch.raw_logprobs, 0.0, batch.temperature)
+    batch = replace(batch.adjusted(), temperature=temperature)
+    best, values = best_children(x, batch, None, min(MAX_LOGPROBS, x.shape[2]))
+    places = torch.cat((tokens.clamp(min=0).unsqueeze(-1), best[..., :1]), dim=-1)
+    own, top = x.gather(-1, places).float().split(1, dim=-1)
+    divisor = torch.where(temperature > 0, temperature, 1.0)[:, None, None]
+    own = torch.nan_to_num((own - top) / divisor + values[..., :1], nan=-math.inf, neginf=-math.inf)
+    return pad_logprobs(tokens, own, best, values)
 
 
 def level_noise(batch: SamplingBatch, first: Tensor, levels: int, vocab: int, dtype: torch.dtype) -> Tensor:

@@ -1,14 +1,16 @@
 """Directories of safetensors files: which tensor lies where, and writing new ones byte for byte.
 
-Headers are read and checked here (a file of the wrong length never reaches the mapper); tensor data is read
-through the safetensors library. Only files that somebody asks about are opened, so that a directory which
-holds a part of a large checkpoint's shards serves whoever needs that part.
+Headers are read and checked here, down to the file's last byte. Where there is an index, only files that
+somebody asks about are opened, so that a directory which holds a part of a large checkpoint's shards serves
+whoever needs that part; without one, the headers of all files are the index.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,8 @@ _ITEM_BYTES = {
 }  # fmt: skip
 _MAX_HEADER_BYTES = 100_000_000
 _CHUNK_BYTES = 16 << 20
+_SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
+_LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +60,10 @@ class StoredTensor:
 
 
 class Checkpoint:
-    """The tensors of one directory: one .safetensors file, or an index and the shards that it names.
+    """The tensors of one directory: an index and the shards that it names, or all .safetensors files there.
 
-    Raises `CheckpointError` where the directory holds neither, or several files and no index.
+    Raises `CheckpointError` where there are none, where some of a numbered set are absent and no index says
+    that they are not needed, or where two files hold the same tensor and no index says which one counts.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,8 +74,24 @@ class Checkpoint:
             self.source = index
             self._files = {name: path / file for name, file in _read_index(index).items()}
         else:
-            self.source = _only_file(path)
-            self._files = dict.fromkeys(self.header(self.source), self.source)
+            files = _all_files(path)
+            self.source = files[0] if len(files) == 1 else path
+            self._files = self._index_of(files)
+
+    def _index_of(self, files: Sequence[Path]) -> dict[str, Path]:
+        """Which file holds which tensor, from the headers of all."""
+        table: dict[str, Path] = {}
+        twice: list[str] = []
+        for file in files:
+            header = self.header(file)
+            twice += [f"{name} ({table[name].name} and {file.name})" for name in header if name in table]
+            table |= dict.fromkeys(header, file)
+        if twice:
+            raise CheckpointError(
+                f"{self.path} has no index, and tensors are stored twice ({len(twice)}): {shorten(twice)}; "
+                "keep one copy"
+            )
+        return table
 
     def names(self) -> KeysView[str]:
         """Names of all tensors, as the index (or the only file) gives them."""
@@ -118,25 +139,30 @@ def _find_index(path: Path) -> Path | None:
     return indices[0] if indices else None
 
 
-def _only_file(path: Path) -> Path:
+def _all_files(path: Path) -> list[Path]:
+    """The .safetensors files of a directory without an index; a numbered set must be whole."""
     files = sorted(path.glob("*.safetensors"))
     if not files:
         kinds = (".bin", ".pt", ".pth", ".gguf")
         others = sorted(file.name for file in path.iterdir() if file.suffix in kinds)
         hint = f" (it holds {shorten(others)}, and nextn reads safetensors only)" if others else ""
         raise CheckpointError(f"{path} holds no .safetensors file{hint}")
-    if len(files) > 1:
-        raise CheckpointError(
-            f"{path} holds {len(files)} .safetensors files ({shorten([file.name for file in files])}) "
-            f"and no {INDEX_NAME} that says which tensor lies where"
-        )
-    return files[0]
+    numbered = [match for file in files if (match := _SHARD_NAME.search(file.name))]
+    if numbered:
+        total = int(numbered[0][2])
+        absent = total - len({int(match[1]) for match in numbered})
+        if absent > 0:
+            raise CheckpointError(
+                f"{path} lacks {absent} of {total} shards and has no {INDEX_NAME} that says which tensor "
+                "lies where; fetch the index, or all shards"
+            )
+    return files
 
 
 def _read_index(file: Path) -> dict[str, str]:
     try:
-        index = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        index = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
     table = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
@@ -144,6 +170,15 @@ def _read_index(file: Path) -> dict[str, str]:
     outside = sorted({value for value in table.values() if Path(value).name != value})
     if outside:
         raise CheckpointError(f"{file} names files outside its own directory: {shorten(outside)}")
+    return table
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose names differ; `json` itself would keep the last of two."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        raise ValueError(f"names that stand twice: {shorten(twice)}")
     return table
 
 
@@ -156,13 +191,14 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
+            start = stream.read(8)
+            length = int.from_bytes(start, "little")
             if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
-                raise CheckpointError(f"{file} is truncated or not a safetensors file ({size} bytes)")
-            table = json.loads(stream.read(length))
+                raise CheckpointError(_no_safetensors(file, size, start + stream.read(len(_LFS_POINTER))))
+            table = json.loads(stream.read(length), object_pairs_hook=_unique)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} has a corrupt header: {error}") from None
     try:
         table.pop("__metadata__", None)
@@ -179,14 +215,59 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return {tensor.name: tensor for tensor in tensors}
 
 
+def _no_safetensors(file: Path, size: int, start: bytes) -> str:
+    """What to say about a file whose first bytes give no length of a header in it."""
+    if start.startswith(_LFS_POINTER):
+        return f"{file} is a Git LFS pointer and not the file itself; run `git lfs pull` in {file.parent}"
+    return f"{file} is truncated or not a safetensors file ({size} bytes)"
+
+
 def _stored(file: Path, name: str, entry: Mapping[str, Any], base: int) -> StoredTensor:
-    begin, end = entry["data_offsets"]
-    shape = tuple(int(size) for size in entry["shape"])
-    if entry["dtype"] not in _ITEM_BYTES:
-        raise ValueError(f"{name} has dtype {entry['dtype']}")
-    if min(shape, default=0) < 0 or end - begin != math.prod(shape) * _ITEM_BYTES[entry["dtype"]]:
-        raise ValueError(f"{name} has {end - begin} bytes for {entry['dtype']} {list(shape)}")
-    return StoredTensor(name, entry["dtype"], shape, file, base + begin, base + end)
+    (begin, end), shape, dtype = entry["data_offsets"], tuple(entry["shape"]), entry["dtype"]
+    if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
+        raise ValueError(f"{name} has shape {list(shape)} at {begin} to {end}")
+    if dtype not in _ITEM_BYTES:
+        raise ValueError(f"{name} has dtype {dtype}")
+    if end - begin != math.prod(shape) * _ITEM_BYTES[dtype]:
+        raise ValueError(f"{name} has {end - begin} bytes for {dtype} {list(shape)}")
+    return StoredTensor(name, dtype, shape, file, base + begin, base + end)
+
+
+def write_tensors(
+    file: Path,
+    tensors: Mapping[str, tuple[str, Sequence[int]]],
+    pieces: Callable[[str], Iterable[bytes | memoryview]],
+    advance: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Write a safetensors file piece by piece, in constant memory.
+
+    tensors: dtype code and shape by name. pieces: a tensor's bytes in order, asked for once each, as the file
+    has them. advance: called with the number of bytes after each piece. Raises `CheckpointError` where the
+    pieces are not as long as the shape says.
+    """
+    # The widest items come first, so that every tensor stays aligned to its own item size.
+    order = sorted(tensors, key=lambda name: (-_ITEM_BYTES[tensors[name][0]], name))
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    sizes: dict[str, int] = {}
+    offset = 0
+    for name in order:
+        dtype, shape = tensors[name]
+        sizes[name] = math.prod(shape) * _ITEM_BYTES[dtype]
+        end = offset + sizes[name]
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    header = json.dumps(table, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        for name in order:
+            written = 0
+            for piece in pieces(name):
+                stream.write(piece)
+                written += len(piece)
+                advance(len(piece))
+            if written != sizes[name]:
+                raise CheckpointError(f"{file}: {name} came as {written} bytes instead of {sizes[name]}")
 
 
 def copy_tensors(
@@ -196,23 +277,8 @@ def copy_tensors(
 
     advance: called with the number of bytes after each piece.
     """
-    # The widest items come first, so that every tensor stays aligned to its own item size.
-    order = sorted(tensors, key=lambda name: (-_ITEM_BYTES[tensors[name].dtype], name))
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name in order:
-        tensor = tensors[name]
-        end = offset + tensor.nbytes
-        table[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    header = json.dumps(table, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    with file.open("wb") as stream:
-        stream.write(len(header).to_bytes(8, "little") + header)
-        for name in order:
-            for piece in tensors[name].chunks():
-                stream.write(piece)
-                advance(len(piece))
+    entries = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    write_tensors(file, entries, lambda name: tensors[name].chunks(), advance)
 
 
 def write_json(file: Path, value: object) -> None:

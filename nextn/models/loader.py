@@ -3,6 +3,7 @@
 First a plan is made from headers alone, and every fault in it is reported in one error that names the
 tensors; only then is data read: this rank's slices, by several threads, while modules take them one at a
 time. Whether a weight is FP8 is decided tensor by tensor from what is on disk, never from config.json.
+Host memory is bounded by `reader.host_bound`, whatever the size of the checkpoint.
 """
 
 from __future__ import annotations
@@ -13,24 +14,30 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nextn.errors import CheckpointError
 from nextn.kernels.ref.gemm import Block, dequantize, scale_shape
 from nextn.models.checkpoint import Checkpoint, StoredTensor, shorten
 from nextn.models.progress import Progress
+from nextn.models.reader import LargeRoom, Reader
 from nextn.models.specs import TensorSpec
 
 _FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 _SCALE_DTYPES = ("F32", "BF16", "F8_E8M0")
 _TASK_BYTES = 1 << 30
+_MAX_READERS = 8
+_FOREIGN_FORMATS = {
+    ".weight_scale_2": "NVFP4", ".weight_packed": "4-bit compressed-tensors", ".qweight": "GPTQ or AWQ",
+    ".absmax": "bitsandbytes", ".weight_scale": "FP8 with one scale a tensor or channel",
+    ".input_scale": "FP8 with fixed activation scales",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +51,18 @@ class LoadItem:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What was loaded: tensors of the model, how many of them FP8, tensors skipped, bytes read, seconds."""
+    """What was loaded: tensors of the model, how many of them FP8, tensors skipped.
+
+    nbytes: of this rank's weights, as stored. read_bytes: taken from files, with scales and with columns that
+    another rank keeps. files: opened for data.
+    """
 
     tensors: int
     fp8_tensors: int
     skipped: int
     nbytes: int
+    read_bytes: int
+    files: int
     seconds: float
 
 
@@ -70,29 +83,26 @@ def load_checkpoint(
     device: where `spec.load` wants its tensors (default: the CPU). threads: readers (default: up to 8), each
     of which reads and moves tensors; `spec.load` is called from them, but never by two at a time, since a
     module may reallocate itself when it meets a tensor that is not FP8.
+    Host memory: at most `host_bound(threads, largest part)` beside what `spec.load` fills.
     Raises `CheckpointError` naming files and tensors.
     """
-    checkpoint = Checkpoint(path)
-    items, skipped = plan_load(checkpoint, specs, skip=skip, block_size=block_size)
-    total = sum(_region_bytes(item) for item in items)
+    items, skipped = plan_load(Checkpoint(path), specs, skip=skip, block_size=block_size)
+    total = sum(part_bytes(item) for item in items)
     meter = Progress(f"loading {path.name}", total, shown=progress)
-    loading = threading.Lock()
-
-    def work(task: list[LoadItem], stop: threading.Event) -> None:
-        with ExitStack() as stack:
-            reader = _Reader(stack, device or torch.device("cpu"))
-            for item in task:
-                weight, scale = _read_item(reader, item, block_size)
-                with loading:
-                    if stop.is_set():
-                        return
-                    item.spec.load(weight, scale)
-                meter.advance(_region_bytes(item))
-
-    _run(_tasks(items), work, threads or min(8, os.cpu_count() or 1))
+    place, readers = device or torch.device("cpu"), threads or default_readers()
+    read_bytes = _run(_tasks(items), place, readers, block_size, meter)
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
+        torch.cuda.empty_cache()  # the parts on their way are no memory of the model
     meter.close()
     fp8 = sum(item.scale is not None for item in items)
-    return LoadReport(len(items), fp8, skipped, total, meter.seconds)
+    files = {stored.file for item in items for stored in (item.weight, item.scale) if stored is not None}
+    return LoadReport(len(items), fp8, skipped, total, read_bytes, len(files), meter.seconds)
+
+
+def default_readers() -> int:
+    """Readers of a load: one a processor, and no more than keep any storage busy."""
+    return min(_MAX_READERS, os.cpu_count() or 1)
 
 
 def plan_load(
@@ -142,13 +152,23 @@ def _needed_names(
     for name in wanted:
         if name not in checkpoint:
             faults.add("missing", name)
-    needed = []
-    for name in checkpoint.names():
-        if name in wanted or name in scales:
-            needed.append(name)
-        elif not skip(name):
-            faults.add("left over", name)
+    needed = [name for name in checkpoint.names() if name in wanted or name in scales]
+    left = [name for name in checkpoint.names() if not (name in wanted or name in scales or skip(name))]
+    _refuse_foreign(checkpoint, left)
+    for name in left:
+        faults.add("left over", name)
     return needed
+
+
+def _refuse_foreign(checkpoint: Checkpoint, left: Sequence[str]) -> None:
+    """One sentence for a quantised format that nextn does not read, instead of thousands of faults."""
+    for suffix, kind in _FOREIGN_FORMATS.items():
+        name = next((name for name in left if name.endswith(suffix)), None)
+        if name is not None:
+            raise CheckpointError(
+                f"{checkpoint.source} holds weights in a format that nextn does not read: {kind} ({name}); "
+                "use the model's original block FP8 checkpoint, or one in bf16"
+            )
 
 
 def _plan_item(
@@ -227,71 +247,100 @@ def _tasks(items: Iterable[LoadItem]) -> list[list[LoadItem]]:
             tasks.append([])
             size = 0
         tasks[-1].append(item)
-        size += _region_bytes(item)
+        size += part_bytes(item)
     return tasks
 
 
 def _run(
-    tasks: Sequence[list[LoadItem]], work: Callable[[list[LoadItem], threading.Event], None], threads: int
-) -> None:
-    """Run the tasks in a pool; the first error stops the others and is raised."""
-    stop = threading.Event()
-    with ThreadPoolExecutor(max_workers=max(1, min(threads, len(tasks)))) as pool:
-        futures = [pool.submit(work, task, stop) for task in tasks]
+    tasks: Sequence[list[LoadItem]], device: torch.device, readers: int, block_size: Block, meter: Progress
+) -> int:
+    """Work the tasks off with several readers; the first error stops the others and is raised.
+
+    Returns the bytes read.
+    """
+    queue: SimpleQueue[list[LoadItem]] = SimpleQueue()
+    for task in tasks:
+        queue.put(task)
+    stop, loading = threading.Event(), threading.Lock()
+    large = LargeRoom(max((_held_bytes(item, block_size) for task in tasks for item in task), default=0))
+
+    def work() -> int:
+        reader = Reader(device, large)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            while not queue.empty() and not stop.is_set():
+                with suppress(Empty), closing(reader):
+                    for item in queue.get_nowait():
+                        if stop.is_set():
+                            break
+                        _load_item(reader, item, block_size, loading)
+                        meter.advance(part_bytes(item))
+        return reader.read_bytes
+
+    with ThreadPoolExecutor(max_workers=max(1, min(readers, len(tasks)))) as pool:
+        futures = [pool.submit(work) for _ in range(min(readers, len(tasks)))]
         try:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             for future in done:
                 future.result()
         finally:
             stop.set()  # after an error or an interrupt the others end at their next tensor
-            pool.shutdown(cancel_futures=True)
+    return sum(future.result() for future in futures)
 
 
-def _region_bytes(item: LoadItem) -> int:
+def part_bytes(item: LoadItem) -> int:
     """Bytes of this rank's part of the weight, as stored."""
-    ranges = [shard_range(part, size) for part, size in zip(item.spec.shard, item.spec.shape, strict=True)]
+    return _bytes_of(item, _part(item.spec))
+
+
+def _part(spec: TensorSpec) -> list[tuple[int, int]]:
+    return [shard_range(part, size) for part, size in zip(spec.shard, spec.shape, strict=True)]
+
+
+def _bytes_of(item: LoadItem, ranges: Sequence[tuple[int, int]]) -> int:
     count = math.prod(stop - start for start, stop in ranges)
     return item.weight.nbytes * count // max(1, math.prod(item.weight.shape))
 
 
-class _Reader:
-    """Opens files on demand for one task and reads slices from them onto a device."""
+def _held(item: LoadItem, block_size: Block) -> list[tuple[int, int]]:
+    """What is read of a weight: this rank's part, and for FP8 from the last block boundary before it.
 
-    def __init__(self, stack: ExitStack, device: torch.device) -> None:
-        self._stack, self._device = stack, device
-        self._files: dict[Path, Any] = {}
-
-    def read(self, stored: StoredTensor, region: tuple[slice, ...]) -> Tensor:
-        """The part `region` of one tensor, as stored; raises `CheckpointError` naming the file."""
-        try:
-            if stored.file not in self._files:
-                opened = safe_open(stored.file, framework="pt")
-                self._files[stored.file] = self._stack.enter_context(opened)
-            part = self._files[stored.file].get_slice(stored.name)[region]
-            assert isinstance(part, Tensor)
-            return part.to(self._device, copy=True)  # the slice may be a view of the mapped file
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{stored.file} cannot be read at {stored.name}: {error}") from None
+    A short block at its end still has a scale of its own.
+    """
+    ranges = _part(item.spec)
+    if item.scale is None:
+        return ranges
+    return [(start - start % block, stop) for (start, stop), block in zip(ranges, block_size, strict=True)]
 
 
-def _read_item(reader: _Reader, item: LoadItem, block_size: Block) -> tuple[Tensor, Tensor | None]:
+def _held_bytes(item: LoadItem, block_size: Block) -> int:
+    return _bytes_of(item, _held(item, block_size))
+
+
+def _load_item(reader: Reader, item: LoadItem, block_size: Block, loading: threading.Lock) -> None:
+    """Read one tensor and give it to its module."""
+    with reader.room(_held_bytes(item, block_size)):
+        weight, scale = _read_item(reader, item, block_size)
+        with loading:
+            item.spec.load(weight, scale)
+
+
+def _read_item(reader: Reader, item: LoadItem, block_size: Block) -> tuple[Tensor, Tensor | None]:
     """This rank's part of one tensor: FP8 with its scales, or a plain float tensor.
 
     A part that cuts through scale blocks (small models over several ranks) is dequantised, since its rows or
     columns would no longer line up with whole scales; in float64, where the product is exact.
     """
-    spec = item.spec
-    ranges = [shard_range(part, size) for part, size in zip(spec.shard, spec.shape, strict=True)]
+    held = _held(item, block_size)
+    weight = reader.read(item.weight, [slice(start, stop) for start, stop in held])
     if item.scale is None:
-        return reader.read(item.weight, tuple(slice(start, stop) for start, stop in ranges)), None
-    # From the last block boundary before the part; a short block at its end still has a scale of its own.
-    outer = [(start - start % block, stop) for (start, stop), block in zip(ranges, block_size, strict=True)]
-    weight = reader.read(item.weight, tuple(slice(start, stop) for start, stop in outer))
-    blocks = tuple(slice(a // size, -(-b // size)) for (a, b), size in zip(outer, block_size, strict=True))
-    scale = reader.read(item.scale, blocks).to(torch.float32)
+        return weight, None
+    blocks = [slice(a // size, -(-b // size)) for (a, b), size in zip(held, block_size, strict=True)]
+    scale = reader.read_host(item.scale, blocks).to(torch.float32)
     if not torch.isfinite(scale).all():
         raise CheckpointError(f"{item.scale.file} is corrupt: {item.scale.name} is not finite")
-    if is_block_aligned(spec, block_size):
+    scale = reader.to_device(scale)
+    if is_block_aligned(item.spec, block_size):
         return weight, scale
-    inner = tuple(slice(start - a, stop - a) for (start, stop), (a, _) in zip(ranges, outer, strict=True))
+    ranges = zip(_part(item.spec), held, strict=True)
+    inner = tuple(slice(start - a, stop - a) for (start, stop), (a, _) in ranges)
     return dequantize(weight, scale, block_size, torch.float64)[inner], None

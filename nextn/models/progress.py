@@ -1,4 +1,4 @@
-"""Shows how far a long read or write has come: one rewritten line on a terminal, log lines elsewhere."""
+"""Shows how far a long read or write has come: a bar on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ logger = logging.getLogger(__name__)
 
 _TERMINAL_INTERVAL = 0.2
 _LOG_INTERVAL = 10.0
+_BAR_WIDTH = 24
 
 
 class Progress:
@@ -53,12 +54,13 @@ class Progress:
         share = 100 * self._done / self._total if self._total else 100.0
         rate = self._done / max(self.seconds, 1e-9) / 1e9
         amount = f"{format_bytes(self._done)} of {format_bytes(self._total)}"
-        text = f"{self._label}: {amount} ({share:.0f} %), {rate:.2f} GB/s"
+        text = f"{amount} ({share:.0f} %), {rate:.2f} GB/s"
         if self._terminal:
-            sys.stderr.write(f"\r{text}\x1b[K{end}")
+            bar = "#" * int(share * _BAR_WIDTH / 100)
+            sys.stderr.write(f"\r{self._label} [{bar:{_BAR_WIDTH}}] {text}\x1b[K{end}")
             sys.stderr.flush()
         else:
-            logger.info("%s", text)
+            logger.info("%s: %s", self._label, text)
 
 
 def format_bytes(nbytes: int) -> str:

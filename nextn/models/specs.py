@@ -23,7 +23,8 @@ class TensorSpec:
     shape: full, unsharded shape.
     kind: 'linear' tensors may be stored as block FP8 with a `<name>_scale_inv` beside them; others never are.
     load(weight, scale): takes this rank's part. `weight` is FP8 exactly when `scale` is given (float32, one
-        value a block); otherwise it is bf16, fp16, fp32 or fp64 as on disk, and the module casts it.
+        value a block); otherwise it is bf16, fp16, fp32 or fp64 as on disk, and the module casts it. Both
+        are copied, not kept: their memory holds the next tensor afterwards.
     shard: this rank's part, a slice for each dimension (whole slices on one rank).
     """
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -17,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 from nextn import __version__
 from nextn.errors import RequestError
-from nextn.server.bridge import Bridge, Busy, Unavailable
+from nextn.server.bridge import Bridge, Busy, Damaged, Unavailable
 from nextn.server.fields import Strict
 from nextn.server.metrics import CONTENT_TYPE
 from nextn.server.middleware import CutOff, KeyRequired, RequestIds, unavailable
@@ -34,6 +35,11 @@ from nextn.server.protocol import (
 from nextn.server.stream import EventStream, WholeAnswer, error_response
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_COUNTED = ("pages", "pages_used", "pages_cached", "pages_free", "running", "waiting")
+"""What /debug/integrity tells of the engine's statistics."""
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 """Default limit of a request's body; a larger one is refused with 413 before it is parsed."""
@@ -72,6 +78,8 @@ def create_app(
         redirect_slashes=False,  # a redirect's address would come from the client's Host header
         exception_handlers={
             ApiError: _on_api_error,
+            Busy: _on_busy,
+            Unavailable: _on_unavailable,
             HTTPException: _on_http_error,
             ClientDisconnect: _on_client_gone,
             Exception: _on_defect,
@@ -102,6 +110,7 @@ def _add_routes(app: FastAPI, endpoints: _Endpoints) -> None:
         ("/health/live", endpoints.live),
         ("/version", endpoints.version),
         ("/metrics", endpoints.metrics),
+        ("/debug/integrity", endpoints.integrity),
         ("/v1/models", endpoints.models),
         ("/v1/models/{name:path}", endpoints.model),
     ):
@@ -128,20 +137,21 @@ class _Endpoints:
         self.max_body_bytes = max_body_bytes
         self.body_seconds = body_seconds
         self.created = int(time.time())
-        self.preparer = Preparer(bridge.engine, served_names, bridge.max_open)
+
+    @cached_property
+    def preparer(self) -> Preparer:
+        """What reads bodies for the engine; raises Unavailable while that is loading."""
+        return Preparer(self.bridge.engine, self.served_names, self.bridge.max_open)
 
     async def health(self) -> Response:
         """Whether requests are taken: 200, else 503."""
-        if self.bridge.is_ready:
-            return JSONResponse({"status": "ok"})
-        status = "stopping" if self.bridge.failure is None else "engine failed"
-        return JSONResponse({"status": status}, status_code=503)
+        state = self.bridge.state
+        return JSONResponse({"status": state}, status_code=200 if state == "ok" else 503)
 
     async def live(self) -> Response:
-        """Whether the process does its work: 200 while it starts and ends too, 503 when its engine failed."""
-        if self.bridge.failure is None:
-            return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "engine failed"}, status_code=503)
+        """Whether the process does its work: 200 while it loads and ends too, 503 when its engine failed."""
+        state = self.bridge.state
+        return JSONResponse({"status": state}, status_code=503 if state == "engine failed" else 200)
 
     async def version(self) -> Response:
         """The version of nextn."""
@@ -150,6 +160,15 @@ class _Endpoints:
     async def metrics(self) -> Response:
         """Figures for Prometheus."""
         return Response(self.bridge.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def integrity(self) -> Response:
+        """Whether the engine's pages and requests add up: the counts, or 500 with what is wrong."""
+        try:
+            stats = await self.bridge.check_integrity()
+        except Damaged as error:
+            raise ApiError(500, str(error), code="integrity") from None
+        counts = {name: int(stats[name]) for name in _COUNTED if name in stats}
+        return JSONResponse({"status": "ok"} | counts)
 
     async def models(self) -> Response:
         """The names under which the model is served."""
@@ -162,47 +181,54 @@ class _Endpoints:
 
     async def completions(self, request: Request) -> Response:
         """Continue a text or token ids."""
-        content = await self._read(request)
-        return await self._answer(await asyncio.to_thread(self.preparer.completion, content))
+        return await self._complete(request, self.preparer.completion)
 
     async def chat(self, request: Request) -> Response:
         """Answer a chat."""
-        content = await self._read(request)
-        return await self._answer(await asyncio.to_thread(self.preparer.chat, content))
+        return await self._complete(request, self.preparer.chat)
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or a chat."""
-        return JSONResponse(await asyncio.to_thread(self.preparer.tokenize, await self._read(request)))
+        tokenize = self.preparer.tokenize
+        return JSONResponse(await asyncio.to_thread(tokenize, await self._read(request)))
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids."""
-        return JSONResponse(await asyncio.to_thread(self.preparer.detokenize, await self._read(request)))
+        detokenize = self.preparer.detokenize
+        return JSONResponse(await asyncio.to_thread(detokenize, await self._read(request)))
 
     async def _read(self, request: Request) -> bytes:
         """The body, within its limits; only as JSON, which a foreign web page may not send unasked."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "the content-type must be application/json", code="unsupported_media_type")
-        reading = asyncio.ensure_future(self._collect(request))
-        stopping = asyncio.ensure_future(self.bridge.until_stopping())
-        try:
-            await asyncio.wait(
-                {reading, stopping}, return_when=asyncio.FIRST_COMPLETED, timeout=self.body_seconds
-            )
-            if reading.done():
-                return reading.result()
-            if stopping.done():
-                raise unavailable("the server is shutting down")  # the rest might never come
+        content = await self._unless_stopping(self._collect(request), self.body_seconds)
+        if content is None:
             raise ApiError(
                 408,
                 f"the body did not come within {self.body_seconds:g} s",
                 code="request_timeout",
                 headers={"Connection": "close"},
             )
+        return content
+
+    async def _unless_stopping(
+        self, work: Coroutine[Any, Any, _T], seconds: float | None = None
+    ) -> _T | None:
+        """What `work` gives; None if that takes too long, and 503 at once if the server ends meanwhile."""
+        working = asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(self.bridge.until_stopping())
+        try:
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED, timeout=seconds)
+            if working.done():
+                return working.result()
+            if stopping.done():
+                raise unavailable("the server is shutting down")
+            return None
         finally:
-            reading.cancel()
+            working.cancel()
             stopping.cancel()
-            await asyncio.gather(reading, stopping, return_exceptions=True)
+            await asyncio.gather(working, stopping, return_exceptions=True)
 
     async def _collect(self, request: Request) -> bytes:
         content = bytearray()
@@ -214,13 +240,13 @@ class _Endpoints:
                 )
         return bytes(content)
 
-    async def _answer(self, prepared: Prepared) -> Response:
+    async def _complete(self, request: Request, prepare: Callable[[bytes], Prepared]) -> Response:
+        self.bridge.check_room(1)  # a full server does not read, parse and tokenise what it will turn away
+        content = await self._read(request)
+        prepared = await self._unless_stopping(asyncio.to_thread(prepare, content))
+        assert prepared is not None  # it may take its time
         try:
             ticket = await self.bridge.submit(prepared.requests)
-        except Busy as error:
-            raise ApiError(429, str(error), code="too_many_requests", headers={"Retry-After": "1"}) from None
-        except Unavailable as error:
-            raise unavailable(str(error)) from None
         except RequestError as error:
             raise prepared.body.error(error) from None
         body = prepared.body
@@ -246,6 +272,16 @@ class _Endpoints:
 async def _on_api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error_response(error)
+
+
+async def _on_busy(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Busy)
+    headers = {"Retry-After": str(error.retry_after)}
+    return error_response(ApiError(429, str(error), code="too_many_requests", headers=headers))
+
+
+async def _on_unavailable(_: Request, error: Exception) -> Response:
+    return error_response(unavailable(str(error)))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -7,24 +7,38 @@ posts each step's outputs back to the loop, which alone knows who waits for them
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from nextn.engine.grammar import CompiledGrammar
 from nextn.engine.request import FinishReason, Output, Request, SamplingParams
 from nextn.errors import NextnError
 from nextn.server.metrics import Latency, Metrics
+from nextn.server.overload import EndRate
+from nextn.server.ticket import Ticket
 from nextn.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_LAST_STEP_SECONDS = 60.0
-"""How long the server waits for a step in progress when it ends; a thread that hangs must not keep it."""
+_T = TypeVar("_T")
+
+State = Literal["loading", "ok", "stopping", "engine failed"]
+
+_LAST_STEP_SECONDS = 3.0
+"""How long the server waits for a step in progress when it ends, and when it is told to hurry."""
+_HURRIED_STEP_SECONDS = 0.5
+
+_REFUSALS: dict[State, str] = {
+    "loading": "the model is still loading",
+    "stopping": "the server is shutting down",
+    "engine failed": "the engine has failed; the server is about to end",
+}
 
 
 class EngineLike(Protocol):
@@ -56,6 +70,9 @@ class EngineLike(Protocol):
     def stats(self) -> Mapping[str, float]:
         """Counters since the start, and what is open now."""
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless pages and open requests add up."""
+
     def close(self) -> None:
         """Give everything back."""
 
@@ -65,13 +82,26 @@ class Unavailable(NextnError):
 
 
 class Busy(NextnError):
-    """As many requests are open as the server takes."""
+    """As many requests are open as the server takes; `retry_after` seconds later there may be room."""
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Damaged(NextnError):
+    """The engine's pages and requests do not add up."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Add:
     requests: Sequence[Request]
-    added: asyncio.Future[None]
+    done: asyncio.Future[None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    done: asyncio.Future[Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +114,9 @@ class _Stop:
     pass
 
 
+_Command = _Add | _Check | _Abort | _Stop
+
+
 @dataclass(slots=True)
 class _Open:
     """A request without its final output: who waits for it, and what is known of it."""
@@ -93,65 +126,38 @@ class _Open:
     last: Output | None = None
 
 
-class Ticket:
-    """The waiting side of one or several requests that were submitted together; used on the loop only."""
-
-    def __init__(self, bridge: Bridge, request_ids: Sequence[str]) -> None:
-        self._bridge = bridge
-        self._index = {request_id: index for index, request_id in enumerate(request_ids)}
-        self._arrived: asyncio.Queue[Output] = asyncio.Queue()
-        self._open = set(request_ids)
-
-    def put(self, output: Output) -> None:
-        """Hand over an output (the bridge does)."""
-        self._arrived.put_nowait(output)
-
-    async def next(self) -> tuple[int, Output]:
-        """The next output and the place of its request among those submitted."""
-        output = await self._arrived.get()
-        if output.finish_reason is not None:
-            self._open.discard(output.request_id)
-        return self._index[output.request_id], output
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a final output is still to be read."""
-        return bool(self._open)
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the server is ending, so that an error is not the engine's."""
-        return self._bridge.is_stopping
-
-    def close(self) -> None:
-        """Nobody waits any more: abort what has not ended."""
-        self._bridge.abort(self._open)
-
-
 class Bridge:
     """Runs one engine in a thread of its own on behalf of one event loop.
 
+    engine: None where `load` builds it, on the engine's thread, while the loop already answers.
     max_open: requests that may be open at once. report: called by the engine thread every `report_every`
     seconds of traffic, with the engine's statistics and the seconds from the first step since the last report
-    to the last one. on_failure: called on the loop when the engine has raised; every open request has got its
-    error by then, and no other will be taken.
+    to the last one. on_ready: called on the loop when requests are taken. on_failure: called on the loop when
+    the engine has raised, or when `fail` was called; every open request has got its error by then, and no
+    other will be taken.
     """
 
     def __init__(
         self,
-        engine: EngineLike,
+        engine: EngineLike | None,
         *,
         max_open: int,
+        load: Callable[[], EngineLike] | None = None,
         report: Callable[[Mapping[str, float], float], None] | None = None,
         report_every: float = 10.0,
+        on_ready: Callable[[], None] | None = None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        self.engine = engine
         self.metrics = Metrics()
         self.metrics.engine_stats = lambda: self._stats
         self.max_open = max_open
+        self.on_ready = on_ready
         self.on_failure = on_failure
         self.failure: BaseException | None = None
+        self.turn: int | None = None
+        """Which turn of its work the engine thread is at; None while it sleeps or loads. For any thread."""
+        self._engine = engine
+        self._load = load
         self._report = report
         self._report_every = report_every
         # When the first and the last step since the last report began and ended; the engine thread's own.
@@ -159,26 +165,57 @@ class Bridge:
         self._stats: Mapping[str, float] = {}
         """The engine's statistics after its last step, for any thread; replaced, never changed."""
         self._open: dict[str, _Open] = {}
-        self._adding: set[asyncio.Future[None]] = set()
+        self._ends = EndRate()
+        # What the engine thread has been asked for and has not answered.
+        self._asked: set[asyncio.Future[Any]] = set()
         self._stopping = asyncio.Event()
-        self._commands: deque[_Add | _Abort | _Stop] = deque()
+        self._is_hurried = False
+        self._is_ended = False
+        self._commands: deque[_Command] = deque()
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._turns = itertools.count()
         # Requests that the engine has taken and not ended; the engine thread's own.
         self._live: set[str] = set()
 
     # The loop's side.
 
     @property
-    def is_ready(self) -> bool:
-        """Whether requests are taken."""
-        return self._loop is not None and not self._stopping.is_set() and self.failure is None
+    def engine(self) -> EngineLike:
+        """The engine; raises Unavailable while it is loading."""
+        if self._engine is None:
+            raise Unavailable(_REFUSALS["loading"])
+        return self._engine
+
+    @property
+    def state(self) -> State:
+        """What the server is doing; 'ok' alone means that requests are taken."""
+        if self.failure is not None:
+            return "engine failed"
+        if self._stopping.is_set():
+            return "stopping"
+        return "loading" if self._loop is None or self._engine is None else "ok"
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether there has been an engine at all."""
+        return self._engine is not None
 
     @property
     def is_stopping(self) -> bool:
         """Whether the server was told to end."""
-        return self._stopping.is_set() and self.failure is None
+        return self.state == "stopping"
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether `stop` is through: every request has had its end."""
+        return self._is_ended and not self._open
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine's thread lives; after `stop` it then hangs in a step, or loads."""
+        return self._thread.is_alive()
 
     @property
     def num_open(self) -> int:
@@ -190,32 +227,43 @@ class Bridge:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
+    def check_room(self, count: int) -> None:
+        """Raise Unavailable or Busy unless so many requests would be taken now."""
+        if self.state != "ok":
+            raise Unavailable(_REFUSALS[self.state])
+        missing = len(self._open) + count - self.max_open
+        if missing > 0:
+            message = f"{len(self._open)} requests are open and at most {self.max_open} are taken; try again"
+            raise Busy(message, self._ends.seconds_until(missing, time.monotonic()))
+
     async def submit(self, requests: Sequence[Request]) -> Ticket:
         """Give requests to the engine, all or none; raises Unavailable, Busy or the engine's RequestError."""
-        self._check_available()
-        if len(self._open) + len(requests) > self.max_open:
-            raise Busy(
-                f"{len(self._open)} requests are open and at most {self.max_open} are taken; try again"
-            )
+        self.check_room(len(requests))
         ticket = Ticket(self, [request.request_id for request in requests])
         now = time.monotonic()
+        if not self._open:
+            self._ends.begin(now)
         self._open.update((request.request_id, _Open(ticket, Latency(now))) for request in requests)
-        added = asyncio.get_running_loop().create_future()
-        self._adding.add(added)
-        self._command(_Add(requests, added))
         try:
-            await added
+            await self._ask(lambda done: _Add(requests, done))
         except BaseException:  # refused, or the task was cancelled: either way nobody will read the ticket
             ticket.close()
             raise
-        finally:
-            self._adding.discard(added)
         return ticket
 
-    def abort(self, request_ids: Iterable[str]) -> None:
+    async def check_integrity(self) -> Mapping[str, float]:
+        """The engine's statistics, if its own check between two steps finds nothing; else raises Damaged.
+
+        Raises Unavailable where there is no engine to ask.
+        """
+        if self.state != "ok":
+            raise Unavailable(_REFUSALS[self.state])
+        return await self._ask(_Check)
+
+    def abort(self, request_ids: Iterable[str], error: str | None = None) -> None:
         """End requests early; those that have ended are left alone."""
         ended = [request_id for request_id in request_ids if request_id in self._open]
-        self._end(ended, "abort", None)
+        self._end(ended, "abort", error)
         if ended:
             self._command(_Abort(ended))
 
@@ -223,40 +271,73 @@ class Bridge:
         """Return when the server has been told to end."""
         await self._stopping.wait()
 
-    async def stop(self, grace: float = 0.0) -> None:
-        """Take no more requests, give the open ones `grace` seconds, end the rest, and end the thread."""
-        if self._stopping.is_set() or self._loop is None:
-            return
+    def refuse(self) -> None:
+        """Take no more requests from now on; those that are open go on."""
         self._stopping.set()
-        deadline = time.monotonic() + grace
-        while self._open and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
-        self._fail_open(Unavailable("the server is shutting down"))
+
+    def hurry(self) -> None:
+        """Let `stop` wait for nothing any more; from any thread, before or during it."""
+        self._is_hurried = True
+
+    def fail(self, error: BaseException) -> None:
+        """Take the engine for lost though its thread has not ended; from any thread."""
+        self._post(self._failed, error)
+
+    async def stop(self, grace: float = 0.0) -> None:
+        """Take no more requests, give the open ones `grace` seconds, end the rest, and end the thread.
+
+        A thread that hangs in a step or is still loading is left to itself (see `is_running`).
+        """
+        if self._is_ended or self._loop is None:
+            return
+        self.refuse()
+        self._is_ended = True
+        await self._until(lambda: not self._open, grace, hurried=0.0)
+        self._fail_open(Unavailable(_REFUSALS["stopping"]))
         self._command(_Stop())
-        await asyncio.to_thread(self._thread.join, _LAST_STEP_SECONDS)
+        if self._engine is not None and self.failure is None:
+            await self._until(lambda: not self.is_running, _LAST_STEP_SECONDS, hurried=_HURRIED_STEP_SECONDS)
 
-    def _check_available(self) -> None:
-        if self.failure is not None:
-            raise Unavailable("the engine has failed; the server is about to end")
-        if not self.is_ready:
-            raise Unavailable("the server is shutting down")
+    async def _until(self, condition: Callable[[], bool], seconds: float, *, hurried: float) -> None:
+        """Wait for the condition, that long at most, and only `hurried` seconds after `hurry`."""
+        started = time.monotonic()
+        while not condition():
+            if time.monotonic() - started >= (min(seconds, hurried) if self._is_hurried else seconds):
+                return
+            await asyncio.sleep(0.01)
 
-    def _command(self, command: _Add | _Abort | _Stop) -> None:
+    async def _ask(self, command: Callable[[asyncio.Future[_T]], _Command]) -> _T:
+        """Send a command and wait for what the engine thread answers."""
+        done: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        self._asked.add(done)
+        self._command(command(done))
+        try:
+            return await done
+        finally:
+            self._asked.discard(done)
+
+    def _command(self, command: _Command) -> None:
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
 
     def _dispatch(self, outputs: Sequence[Output]) -> None:
         now = time.monotonic()
+        overrun: dict[Ticket, None] = {}
         for output in outputs:
             opened = self._open.get(output.request_id)
             if opened is None:  # aborted on this side before the engine knew
                 continue
             if output.finish_reason is not None:
                 del self._open[output.request_id]
+                self._ends.record(now)
             opened.last = output
             self.metrics.record(output, opened.latency, now)
-            opened.ticket.put(output)
+            if not opened.ticket.put(output):
+                overrun[opened.ticket] = None
+        for ticket in overrun:
+            logger.warning("a client does not read its answer; it is given up")
+            self.abort(ticket.overrun(), "the client did not read its answer fast enough")
 
     def _end(self, request_ids: Iterable[str], reason: FinishReason, error: str | None) -> None:
         self._dispatch(
@@ -264,15 +345,23 @@ class Bridge:
         )
 
     def _fail_open(self, error: NextnError) -> None:
-        """Give every open request its final output, and every one that is being added its refusal."""
+        """Give every open request its final output, and everything asked for its refusal."""
         self._end(list(self._open), "error", str(error))
-        for added in self._adding:
-            if not added.done():
-                added.set_exception(error)
+        for asked in self._asked:
+            if not asked.done():
+                asked.set_exception(error)
+
+    def _ready(self) -> None:
+        if self.on_ready is not None and self.state == "ok":
+            self.on_ready()
 
     def _failed(self, error: BaseException) -> None:
+        if self.failure is not None:  # a step that was given up has raised in the end
+            return
+        if self._engine is None and self._stopping.is_set():  # a load that the end has broken off
+            return
         self.failure = error
-        self._fail_open(Unavailable("the engine has failed; the server is about to end"))
+        self._fail_open(Unavailable(_REFUSALS["engine failed"]))
         if self.on_failure is not None:
             self.on_failure()
 
@@ -280,14 +369,25 @@ class Bridge:
 
     def _run(self) -> None:
         try:
+            if self._engine is None:
+                assert self._load is not None, "a bridge needs an engine, or what loads one"
+                self._engine = self._load()
             self._stats = self.engine.stats()
-            while self._obey():
+            self._post(self._ready)
+            while self._obey() and self.failure is None:
                 if self.engine.has_work():
                     self._step()
             self.engine.close()
         except BaseException as error:
-            logger.critical("the engine failed; %d requests were open", len(self._live), exc_info=error)
+            self._log_failure(error)
             self._post(self._failed, error)
+
+    def _log_failure(self, error: BaseException) -> None:
+        """Log a traceback, but none for what was said on purpose or what an end while loading broke off."""
+        if self._engine is not None:
+            logger.critical("the engine failed; %d requests were open", len(self._live), exc_info=error)
+        elif not isinstance(error, NextnError) and not self._stopping.is_set():
+            logger.critical("the model could not be loaded", exc_info=error)
 
     def _step(self) -> None:
         started = time.monotonic()
@@ -314,17 +414,21 @@ class Bridge:
         while True:
             with self._wake:
                 while not self._commands and not self.engine.has_work():
+                    self.turn = None
                     self._wake.wait(None if self._traffic is None else self._until_report())
                     self._report_if_due()
                 commands = [self._commands.popleft() for _ in range(len(self._commands))]
+            self.turn = next(self._turns)
             for command in commands:
                 match command:
                     case _Stop():
                         return False
                     case _Abort(request_ids):
                         self._abort(request_ids)
-                    case _Add(requests, added):
-                        self._add(requests, added)
+                    case _Add(requests, done):
+                        self._add(requests, done)
+                    case _Check(checked):
+                        self._check(checked)
             if self.engine.has_work():
                 return True
 
@@ -333,15 +437,24 @@ class Bridge:
         assert self._traffic is not None
         return max(0.0, self._traffic[0] + self._report_every - time.monotonic())
 
-    def _add(self, requests: Sequence[Request], added: asyncio.Future[None]) -> None:
+    def _add(self, requests: Sequence[Request], done: asyncio.Future[None]) -> None:
         try:
             for request in requests:
                 self.engine.add(request)
                 self._live.add(request.request_id)
         except NextnError as error:
-            self._post(_set_exception, added, error)  # whoever waits for it then aborts those taken
+            self._post(_set_exception, done, error)  # whoever waits for it then aborts those taken
             return
-        self._post(_set_done, added)
+        self._post(_set_result, done, None)
+
+    def _check(self, done: asyncio.Future[Mapping[str, float]]) -> None:
+        try:
+            self.engine.check_integrity()
+        except Exception as error:  # whatever a damaged state makes the check raise, it is what was asked for
+            logger.critical("the engine's integrity check failed", exc_info=error)
+            self._post(_set_exception, done, Damaged(f"{type(error).__name__}: {error}"))
+            return
+        self._post(_set_result, done, self.engine.stats())
 
     def _abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -357,12 +470,12 @@ class Bridge:
             logger.debug("the event loop has closed before the engine thread ended")
 
 
-def _set_done(future: asyncio.Future[None]) -> None:
+def _set_result(future: asyncio.Future[_T], result: _T) -> None:
     if not future.done():
-        future.set_result(None)
+        future.set_result(result)
 
 
-def _set_exception(future: asyncio.Future[None], error: BaseException) -> None:
+def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
 

@@ -1,36 +1,25 @@
-"""`nextn-serve`: read the flags, load the model, serve until a signal or until the engine fails."""
+"""`nextn-serve`: read the flags, listen, load the model, serve until a signal or until the engine fails."""
 
 from __future__ import annotations
 
 import argparse
-import errno
 import logging
 import os
 import re
-import signal
-import socket
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import uvicorn
 
 from nextn.config import EngineConfig
 from nextn.engine.flags import add_engine_flags, engine_config
 from nextn.errors import ConfigError, NextnError
-from nextn.server.app import create_app
-from nextn.server.bridge import Bridge, EngineLike
+from nextn.server.process import SHUTDOWN_SECONDS, STEP_SECONDS, bound, serve
 
 if TYPE_CHECKING:
     from nextn.engine.engine import Engine
 
-logger = logging.getLogger(__name__)
-
-SHUTDOWN_GRACE_SECONDS = 5.0
-"""After SIGTERM or SIGINT, how long open requests may go on before they are ended with an error."""
+_MAX_SECONDS = 86_400
 
 _LEVELS = ("debug", "info", "warning", "error")
 
@@ -75,167 +64,25 @@ def build_parser() -> argparse.ArgumentParser:
         help="name of the model in the API; may be given several times (default: the last part of MODEL)",
     )
     group.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=SHUTDOWN_SECONDS,
+        help="how long open requests may go on after SIGTERM or SIGINT, while new ones are refused; a second "
+        f"signal ends them at once (default: {SHUTDOWN_SECONDS:g})",
+    )
+    group.add_argument(
+        "--step-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=STEP_SECONDS,
+        help="how long one step of the engine may take before the server logs what hangs, gives every open "
+        f"request an error and ends; 0 is for ever (default: {STEP_SECONDS:g})",
+    )
+    group.add_argument(
         "--log-level", choices=_LEVELS, default="info", help="least severity that is logged (default: info)"
     )
     return parser
-
-
-class TrafficLog:
-    """One log line for each stretch of traffic, from differences of the engine's counters."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, float] = {}
-
-    def __call__(self, stats: Mapping[str, float], seconds: float) -> None:
-        """Log what happened since the last call, in `seconds` of work."""
-        since = {name: value - self._before.get(name, 0) for name, value in stats.items()}
-        line = (
-            f"running {stats['running']:.0f}, waiting {stats['waiting']:.0f}, "
-            f"{since['generated_tokens'] / max(seconds, 1e-9):.1f} tokens/s"
-        )
-        if since["cycles"]:
-            line += f", acceptance length {since['emitted'] / since['cycles']:.2f}"
-        if stats["pages"]:
-            line += f", cache {100 * stats['pages_used'] / stats['pages']:.0f} % used"
-        logger.info("%s", line)
-        self._before = dict(stats)
-
-
-class Server(uvicorn.Server):
-    """uvicorn's server, which says when it is ready and ends open requests before it closes connections."""
-
-    def __init__(self, config: uvicorn.Config, bridge: Bridge, ready: str) -> None:
-        super().__init__(config)
-        self._bridge = bridge
-        self._ready = ready
-        bridge.on_failure = self.end
-
-    def end(self) -> None:
-        """Leave the main loop."""
-        self.should_exit = True
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Let SIGINT and SIGTERM end the server; unlike uvicorn, do not raise them again afterwards."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        if self.started:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            print(self._ready.format(url=f"http://{shown}:{port}/v1"), file=sys.stderr, flush=True)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._bridge.num_open:
-            logger.info(
-                "ending: %d open requests have %g s to finish", self._bridge.num_open, SHUTDOWN_GRACE_SECONDS
-            )
-        await self._bridge.stop(grace=SHUTDOWN_GRACE_SECONDS)
-        await super().shutdown(sockets=sockets)
-
-
-@contextmanager
-def bound(host: str, port: int) -> Iterator[list[socket.socket]]:
-    """Sockets bound to the addresses of `host`, closed at the end; raises ConfigError if there are none.
-
-    They do not listen, so that clients are refused and do not hang while the model loads. An address that
-    this machine lacks (::1 of localhost, say) is left out if there is another. Port 0 becomes a free one,
-    the same for all.
-    """
-    with ExitStack() as stack:
-        sockets: list[socket.socket] = []
-        lacking: OSError | None = None
-        try:
-            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            for family, _, _, _, address in dict.fromkeys(infos):
-                chosen = sockets[0].getsockname()[1] if sockets else port
-                try:
-                    made = _bound(family, (address[0], chosen, *address[2:]))
-                except OSError as error:
-                    if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                        raise
-                    lacking = error
-                else:
-                    sockets.append(stack.enter_context(made))
-            if lacking is not None and not sockets:
-                raise lacking
-        except (OSError, UnicodeError) as error:
-            raise _cannot_listen(host, port, error) from None
-        yield sockets
-
-
-def _bound(family: int, address: tuple[str | int, ...]) -> socket.socket:
-    made = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if os.name == "posix":  # take the port over from connections that have ended; elsewhere: from anybody
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        made.bind(address)
-    except BaseException:
-        made.close()
-        raise
-    return made
-
-
-def _cannot_listen(host: str, port: int, error: OSError | UnicodeError) -> ConfigError:
-    reason = error.strerror if isinstance(error, OSError) else "not a host name"
-    return ConfigError(f"cannot listen on --host {host} --port {port}: {reason}; choose another")
-
-
-def serve(
-    engine: EngineLike,
-    config: EngineConfig,
-    served_names: Sequence[str],
-    *,
-    sockets: list[socket.socket],
-    api_key: str | None,
-    log_level: str,
-    ready: str,
-    cors_origins: Sequence[str] = (),
-) -> int:
-    """Serve `engine` on `sockets` until a signal (0) or until it fails (1); close the sockets.
-
-    `ready` is printed with {url} filled in. Raises ConfigError if another process took the port meanwhile.
-
-    Open requests are bounded by the bridge, connections only by the process's limit of open files: at it,
-    new ones wait. uvicorn's limit_concurrency is no help, as above it /health would be refused as well. A
-    connection on which no request has come stays open, and one that sends its body holds what has come of
-    it (at most `MAX_BODY_BYTES`, for `BODY_SECONDS`); where strangers can connect, a proxy in front must
-    bound both.
-    """
-    bridge = Bridge(
-        engine,
-        max_open=config.max_running_requests + config.max_waiting_requests,
-        report=TrafficLog(),
-    )
-    app = create_app(bridge, served_names, api_key=api_key, cors_origins=cors_origins)
-    uvicorn_config = uvicorn.Config(
-        app,
-        log_config=None,
-        log_level="warning" if log_level == "info" else log_level,
-        access_log=False,  # the application logs its answers, with their ids
-        server_header=False,
-        timeout_graceful_shutdown=int(SHUTDOWN_GRACE_SECONDS),
-    )
-    for each in sockets:
-        try:
-            each.listen(uvicorn_config.backlog)
-        except OSError as error:  # of two servers that loaded at the same time, the later one
-            host, port = each.getsockname()[:2]
-            raise _cannot_listen(host, port, error) from None
-    Server(uvicorn_config, bridge, ready).run(sockets=sockets)
-    return 0 if bridge.failure is None else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -254,20 +101,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_server_flags(args)
         key = _api_key(args)
         with bound(args.host, args.port) as sockets:  # before the load, which may take minutes
-            engine = _load(args.model, config)
             return serve(
-                engine,
+                lambda: _load(args.model, config),
                 config,
                 names,
                 sockets=sockets,
                 api_key=key,
                 cors_origins=args.cors_origin,
                 log_level=args.log_level,
-                ready=ready_line(names[0], engine, config),
+                ready=lambda engine: ready_line(names[0], engine, config),
+                shutdown_timeout=args.shutdown_timeout,
+                step_timeout=args.step_timeout,
             )
     except NextnError as error:
         print(f"nextn-serve: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before there was anything to end
+        return 130
 
 
 def _check_server_flags(args: argparse.Namespace) -> None:
@@ -275,6 +125,12 @@ def _check_server_flags(args: argparse.Namespace) -> None:
         raise ConfigError("--host is empty; give an address (0.0.0.0 is every one), or leave it out")
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"--port {args.port} must be 0 to 65535")
+    for flag, seconds in (
+        ("--shutdown-timeout", args.shutdown_timeout),
+        ("--step-timeout", args.step_timeout),
+    ):
+        if not 0 <= seconds <= _MAX_SECONDS:
+            raise ConfigError(f"{flag} {seconds:g} must be 0 to {_MAX_SECONDS} seconds")
     for origin in args.cors_origin:
         if not re.fullmatch(r"https?://[^/\s?#*@]+", origin):
             raise ConfigError(

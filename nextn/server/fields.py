@@ -113,6 +113,8 @@ Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
 TopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Prompts = Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
 LogitBias = Annotated[
     dict[str, Any],

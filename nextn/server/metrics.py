@@ -25,7 +25,9 @@ _GAUGES = {
     "running": ("nextn_requests_running", "Requests that the engine decodes or prefills."),
     "waiting": ("nextn_requests_waiting", "Requests that wait for a row or for pages."),
     "pages": ("nextn_cache_pages", "Pages of the cache."),
-    "pages_used": ("nextn_cache_pages_used", "Pages that requests hold."),
+    "pages_used": ("nextn_cache_pages_used", "Pages that running requests hold."),
+    "pages_cached": ("nextn_cache_pages_cached", "Pages kept for later requests, until others need them."),
+    "pages_free": ("nextn_cache_pages_free", "Pages that hold nothing."),
     "accept_length": (
         "nextn_acceptance_length",
         "Mean tokens a speculative cycle since the start, bonus included.",
@@ -38,6 +40,7 @@ _COUNTERS = {
     "emitted": ("nextn_speculative_emitted_tokens", "Tokens that cycles brought, bonus included."),
     "drafted": ("nextn_speculative_drafted_tokens", "Draft tokens verified."),
 }
+_STEPS = {"prefill_steps": "prefill", "decode_steps": "decode"}
 
 
 class Latency:
@@ -61,9 +64,10 @@ class Metrics:
         self._requests = self._counter("nextn_requests", "Requests that have ended.", "finish_reason")
         self._responses = self._counter("nextn_http_responses", "HTTP answers.", "path", "status")
         self._prompt = self._counter("nextn_prompt_tokens", "Prompt tokens of requests that have started.")
-        self._cached = self._counter(
-            "nextn_cached_tokens", "Prompt tokens taken from another request's pages."
+        self._queried = self._counter(
+            "nextn_prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
         )
+        self._hits = self._counter("nextn_prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._generated = self._counter("nextn_generated_tokens", "Tokens generated.")
         self._accepted = self._counter(
             "nextn_speculative_accepted_tokens",
@@ -94,7 +98,8 @@ class Metrics:
         if count:
             if latency.last is None:
                 self._prompt.inc(output.prompt_tokens)
-                self._cached.inc(output.cached_tokens)
+                self._queried.inc(output.prompt_tokens)
+                self._hits.inc(output.cached_tokens)
                 self._first_token.observe(now - latency.started)
                 later = count - 1  # they came with the first one
                 between = 0.0
@@ -134,3 +139,8 @@ class _EngineCollector(Collector):
         for key, (name, text) in _COUNTERS.items():
             if key in stats:
                 yield CounterMetricFamily(name, text, stats[key])
+        steps = CounterMetricFamily("nextn_steps", "Steps of the engine.", labels=["kind"])
+        for key, kind in _STEPS.items():
+            if key in stats:
+                steps.add_metric([kind], stats[key])
+        yield steps

@@ -109,12 +109,16 @@ class CutOff:
         try:
             await self.app(scope, receive, noted)
         except asyncio.CancelledError:
-            if self.bridge.is_ready or scope["type"] != "http":
+            if self.bridge.state in ("loading", "ok") or scope["type"] != "http":
                 raise
             if not started:
                 await error_response(unavailable("the server is shutting down"))(scope, receive, send)
 
 
 def unavailable(message: str) -> ApiError:
-    """503 for a server that is ending or whose engine has failed."""
-    return ApiError(503, message, code="unavailable", headers={"Retry-After": "5"})
+    """503 for a server that is loading or ending, or whose engine has failed.
+
+    The connection is closed, so that a client's next try may find another server behind the same name.
+    """
+    headers = {"Retry-After": "5", "Connection": "close"}
+    return ApiError(503, message, code="unavailable", headers=headers)

@@ -261,9 +261,16 @@ class Preparer:
         params = body.sampling_params(max(limit, 1), grammar)
         compiled = self._engine.validate(tokens, params)
         name = f"{REQUEST_ID.get() or 'local'}-{uuid.uuid4().hex}"  # a client may give an id twice
-        group = name if body.choices > 1 else None
         return [
-            Request(f"{name}-{choice}", tokens, params, choice=choice, group=group, compiled=compiled)
+            Request(
+                f"{name}-{choice}",
+                tokens,
+                params,
+                choice=choice,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt,
+                compiled=compiled,
+            )
             for choice in range(body.choices)
         ]
 

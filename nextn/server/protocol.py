@@ -17,6 +17,7 @@ from nextn.engine.request import SamplingParams
 from nextn.errors import NextnError, RequestError
 from nextn.server.constraints import Constraints
 from nextn.server.fields import (
+    CacheSalt,
     Choices,
     Count,
     Int64,
@@ -24,6 +25,7 @@ from nextn.server.fields import (
     Metadata,
     Only,
     Positive,
+    Priority,
     Prompts,
     Strict,
     TemplateArguments,
@@ -140,6 +142,8 @@ class Body(Constraints):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     include_speculation: bool | None = None
+    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
     user: str | None = None
     metadata: Metadata | None = None
     safety_identifier: str | None = None

@@ -11,9 +11,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from nextn.engine.request import FinishReason, Output
-from nextn.server.bridge import Ticket
 from nextn.server.protocol import ApiError
 from nextn.server.replies import Chunk, Reply
+from nextn.server.ticket import Ticket
 
 
 def error_response(error: ApiError) -> Response:
@@ -115,6 +115,8 @@ def _finish_reason(output: Output, ticket: Ticket, reply: Reply) -> FinishReason
     if output.finish_reason not in ("error", "abort"):
         return output.finish_reason
     message = output.error or "the request was aborted"
+    if ticket.is_overrun:
+        raise ApiError(408, message, code="slow_reader")
     if ticket.is_stopping:
         raise ApiError(503, message, code="unavailable")
     if output.error_field is not None:

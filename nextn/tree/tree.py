@@ -51,31 +51,14 @@ class DraftTree:
         """Nodes a tree, the root included."""
         return self.tokens.shape[1]
 
-    def paths(self) -> tuple[Tensor, Tensor]:
-        """Each node's ancestors from depth 1 down to the node itself, without the root.
-
-        Returns nodes [B, D, levels] int64 (0 where unused) and valid [B, D, levels] bool: entry l holds
-        the ancestor at depth l + 1 and is valid where l < depth.
-        """
-        up = self.parents.clamp(min=0)
-        node = torch.arange(self.size, device=up.device).expand_as(up)
-        steps = torch.arange(self.levels, device=up.device)
-        valid = steps < self.depth.unsqueeze(-1)
-        chain = []
-        for _ in range(self.levels):
-            chain.append(node)
-            node = up.gather(1, node)
-        if not chain:
-            return torch.zeros_like(valid, dtype=torch.int64), valid
-        upward = torch.stack(chain, dim=-1)  # [B, D, levels], the node first
-        downward = upward.gather(-1, (self.depth.unsqueeze(-1) - 1 - steps).clamp(min=0))
-        return torch.where(valid, downward, 0), valid
-
     def path_tokens(self) -> tuple[Tensor, Tensor]:
-        """Tokens [B, D, levels] int64 of `paths` (0 where unused) and their validity [B, D, levels] bool."""
-        nodes, valid = self.paths()
-        tokens = self.tokens.gather(1, nodes.flatten(1)).view_as(nodes)
-        return torch.where(valid, tokens, 0), valid
+        """The tokens below the root, for every node, and which of them are the node's ancestors or its own.
+
+        [B, D, D-1] int64 and bool.
+        """
+        below = torch.arange(1, self.size, device=self.mask.device)
+        valid = ((self.mask.unsqueeze(-1) >> below) & 1).bool()
+        return self.tokens[:, None, 1:].expand_as(valid), valid
 
     def check(self) -> None:
         """Assert every invariant of the class. Reads tensors on the host: for tests and debugging."""

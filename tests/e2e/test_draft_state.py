@@ -5,6 +5,8 @@ A wrong draft never shows in the text, because the target corrects it; only here
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 import torch
 
@@ -41,6 +43,26 @@ def _fresh(
     output = models.nextn.prefill(inputs(ids[1:]), states, cache).hidden
     logits = models.target.logits(models.nextn.final_norm(output[-1]))
     return cache[:-1, 0], cache[-1, 0], logits
+
+
+def check_caches(engine: Engine, entry: Running) -> None:
+    """Compare what a live row has of its tokens, shared pages included, with a fresh prefill of them.
+
+    The target's entries as far as the host knows them, the draft's as far as others may use them.
+    """
+    settled = min(engine.worker.settled_tokens(entry), entry.length)
+    tokens = (entry.request.prompt_tokens + entry.request.output_tokens)[: entry.length + 1]
+    count = min(entry.length, len(tokens) - 1)  # the token behind the last one may be in flight
+    stream = engine._streams[entry.request.request_id]
+    if stream.entry is not entry or count == 0:
+        return  # its row is not prepared yet, or nothing is to be compared
+    slots = torch.tensor([entry.pages[i // engine.pool.page_size] for i in range(count)])
+    slots = slots * engine.pool.page_size + torch.arange(count) % engine.pool.page_size
+    cached = engine.worker.state.cache.flatten(1, 2)[:, slots]
+    target, draft, _ = _fresh(engine, tokens[: count + 1])
+    assert_close(cached[:-1], target, "fp64", what="target latents")
+    settled = min(settled, count)
+    assert_close(cached[-1, :settled], draft[:settled], "fp64", what="NextN latents")
 
 
 def _check_row(engine: Engine, entry: Running, post_norm: bool = True) -> None:
@@ -88,6 +110,32 @@ def test_prefill_in_chunks_gives_the_draft_the_real_next_token(chunk: int) -> No
     engine = tiny_engine(spec=SpecConfig(2, 4, 4), chunked_prefill_size=chunk)
     _start(engine, [23], 0.0)
     _check_row(engine, engine.scheduler.running[0])
+
+
+@pytest.mark.parametrize(("shape", "page"), list(zip(SHAPES, cycle((1, 4, 16)), strict=False)))
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_after_a_cache_hit_the_draft_equals_a_fresh_prefill(
+    shape: str, temperature: float, page: int
+) -> None:
+    """Behind a prompt's pages, behind an answer's, and behind a fork in the middle; then some cycles on."""
+    engine = tiny_engine(spec=SpecConfig.parse(shape), chunked_prefill_size=10, page_size=page, num_pages=960)
+    params = {"max_tokens": 25, "temperature": temperature}
+    first = request("first", prompt_of(37, 1), seed=1, **params)
+    run(engine, [first])
+    told = first.prompt_tokens + first.output_tokens
+    prompts = {"same": told[:37], "next": [*told, *prompt_of(5, 2)], "fork": [*told[:50], *prompt_of(9, 3)]}
+    found = {"same": 36, "next": 61, "fork": 49 if told[50] != prompt_of(9, 3)[0] else 50}
+    for name, prompt in prompts.items():
+        engine.add(request(name, prompt, seed=2, **params | {"max_tokens": 99}))
+    while engine.scheduler.waiting or not all(entry.is_prefilled for entry in engine.scheduler.running):
+        engine.step()
+    cached = {entry.request.request_id: entry.cached for entry in engine.scheduler.running}
+    assert cached == {name: common // page * page for name, common in found.items()}
+    for _ in range(3):
+        for entry in engine.scheduler.running:
+            _check_row(engine, entry)
+        for _ in range(4):
+            engine.step()
 
 
 @pytest.mark.parametrize("plain_steps", [1, RING - 1, RING, RING + 1, 3 * RING + 5])

@@ -102,6 +102,33 @@ def test_the_whole_grid_gives_the_tokens_of_plain_decoding(shape: str, temperatu
     assert min(_check(case) for case in cases) >= 1.0
 
 
+@pytest.mark.parametrize(("page", "depth"), [(1, 1), (16, 2), (64, 2)])
+@pytest.mark.parametrize("shape", [None, "3/4/8"])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_cached_prefixes_give_the_tokens_of_prompts_computed_whole(
+    shape: str | None, page: int, temperature: float, depth: int
+) -> None:
+    """Prompts that begin alike, at once and later, then with the answers that they had."""
+    spec = SpecConfig.parse(shape) if shape else None
+    engine = tiny_engine(
+        spec=spec, page_size=page, num_pages=4096 // page, chunked_prefill_size=37, max_running_requests=3
+    )
+    engine.depth = depth
+    stem = prompt_of(70, 0)
+    prompts = [stem, [*stem, 5], stem, [*stem[:65], *prompt_of(9, 1)], prompt_of(12, 2)]
+    for turn in range(3):
+        requests = [
+            request(str(row), prompt, max_tokens=OUTPUT, temperature=temperature, seed=row)
+            for row, prompt in enumerate(prompts)
+        ]
+        texts = run(engine, requests)
+        for row, prompt in enumerate(prompts):
+            assert texts[str(row)] == _plain(tuple(prompt), temperature, row), f"row {row} of turn {turn}"
+        if turn == 1:
+            prompts = [[*prompt, *texts[str(row)], 7] for row, prompt in enumerate(prompts)]
+    assert engine.counters.cached_tokens >= (3 + 4 + 4) * 64
+
+
 def test_the_tiny_model_accepts_drafts_often_enough_to_test_anything() -> None:
     """Guards the tests above: a model that never accepts would pass them all."""
     engine = tiny_engine(spec=SpecConfig(3, 4, 8), max_running_requests=8)

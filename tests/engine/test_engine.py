@@ -9,11 +9,10 @@ import torch
 
 from nextn.config import SpecConfig
 from nextn.engine.request import Request, SamplingParams
-from nextn.engine.scheduler import Running
 from nextn.engine.state import StepBatch
 from nextn.engine.step import plain_step, spec_step
 from nextn.errors import ConfigError, RequestError
-from tests.tiny import drain, prompt_of, request, run, tiny_engine
+from tests.tiny import assert_idle, drain, poison_freed_pages, prompt_of, request, run, tiny_engine
 
 SPEC = SpecConfig(2, 4, 4)
 
@@ -68,11 +67,16 @@ def test_filters_are_the_same_with_and_without_speculation() -> None:
         assert texts[each.request_id] == _alone(each)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("spec", [SPEC, None])
-def test_a_storm_of_aborts_ends_every_request_once_and_loses_no_page(spec: SpecConfig | None) -> None:
+def test_a_storm_of_aborts_ends_every_request_once_and_loses_no_page(
+    spec: SpecConfig | None, depth: int
+) -> None:
     """Requests arrive and are aborted at random moments; survivors' texts are untouched."""
     draw = random.Random(3)
     engine = tiny_engine(spec=spec, page_size=4, num_pages=60, max_model_len=100, max_running_requests=4)
+    engine.depth = depth
+    poison_freed_pages(engine)
     requests = [
         request(
             str(r),
@@ -104,7 +108,7 @@ def test_a_storm_of_aborts_ends_every_request_once_and_loses_no_page(spec: SpecC
     for each in requests:
         if reasons[each.request_id] == "length":
             assert texts[each.request_id] == _alone(each)
-    assert engine.pool.free == engine.pool.num_pages
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5])
@@ -173,6 +177,37 @@ def test_a_request_as_long_as_the_model_allows_is_served_to_its_last_token() -> 
         assert run(engine, [each])["r"] == _alone(each)
 
 
+def test_a_request_larger_than_the_cache_is_refused_with_the_figure() -> None:
+    """At once, with the pages that it needs and those that are there; one that just fits is served."""
+    engine = tiny_engine(spec=SPEC, max_model_len=64, page_size=4, num_pages=10)
+    for check in (engine.validate, lambda prompt, params: engine.add(Request("r", prompt, params))):
+        with pytest.raises(
+            RequestError, match="need 11 cache pages of 4 tokens; this engine has 10"
+        ) as error:
+            check(prompt_of(30, 1), SamplingParams(max_tokens=7))
+        assert error.value.field == "max_tokens"
+    each = request("r", prompt_of(30, 1), max_tokens=6, temperature=0.0)
+    assert run(engine, [each])["r"] == _alone(each)
+
+
+def test_figures_add_up_while_requests_run_and_afterwards() -> None:
+    """Steps, tokens and pages; used, cached and free pages are always all there are."""
+    engine = tiny_engine(spec=SPEC, page_size=4, chunked_prefill_size=8, num_pages=100)
+    for r in range(3):
+        engine.add(request(str(r), prompt_of(17, 5), max_tokens=6, temperature=0.5, seed=r))
+    most = 0.0
+    while engine.has_work():
+        engine.step()
+        stats = engine.stats()
+        most = max(most, stats["pages_used"])
+        assert stats["pages_used"] + stats["pages_cached"] + stats["pages_free"] == stats["pages"] == 100
+    assert 0 < most < 3 * 6
+    assert (stats["finished"], stats["pages_used"], stats["generated_tokens"]) == (3, 0, 18)
+    assert (stats["prompt_tokens"], stats["cached_tokens"]) == (17 + 2, 2 * 16)
+    assert stats["prefill_steps"] == 3
+    assert stats["decode_steps"] >= 3
+
+
 def test_an_unseeded_request_draws_a_seed_of_its_own() -> None:
     """Two requests without a seed differ; two with the same seed do not."""
     engine = tiny_engine(spec=SPEC)
@@ -186,13 +221,7 @@ def test_an_unseeded_request_draws_a_seed_of_its_own() -> None:
 def test_freed_pages_are_never_read() -> None:
     """Pages full of NaN after every release change no text."""
     engine = tiny_engine(spec=SPEC, page_size=4, num_pages=40, max_model_len=60)
-    finish = engine.scheduler.finish
-
-    def poison(entry: Running) -> None:
-        engine.worker.state.cache[:, entry.pages] = float("nan")
-        finish(entry)
-
-    engine.scheduler.finish = poison  # type: ignore[method-assign]
+    poison_freed_pages(engine)
     requests = [
         request(str(r), prompt_of(4 + r, r), max_tokens=9 + 3 * r, temperature=0.6, seed=r) for r in range(9)
     ]

@@ -160,7 +160,7 @@ def test_answers_of_a_group_follow_one_grammar_apart() -> None:
     for spec in (None, SpecConfig(3, 4, 8)):
         engine = grammar_engine(spec=spec, max_draft_tokens=8, page_size=4, num_pages=400)
         for choice in range(4):
-            engine.add(Request(str(choice), prompt, SamplingParams(**params), choice=choice, group="g"))
+            engine.add(Request(str(choice), prompt, SamplingParams(**params), choice=choice))
         said: dict[str, list[int]] = {str(choice): [] for choice in range(4)}
         for output in drain(engine):
             said[output.request_id] += output.token_ids

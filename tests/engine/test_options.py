@@ -10,6 +10,8 @@ import pytest
 
 from nextn import LLM, SamplingParams
 from nextn.config import SpecConfig
+from nextn.engine.pages import PagePool
+from nextn.engine.prefix_cache import PageKeys, PrefixCache
 from nextn.engine.scheduler import Chunk, Running
 from nextn.engine.stats import Acceptance
 from nextn.engine.worker import scored_positions
@@ -94,15 +96,21 @@ def test_completions_carry_log_probabilities(shape: str) -> None:
         assert each.logprob == pytest.approx(generated.logprob, abs=1e-5)
 
 
+def _running(name: str, tokens: list[int], **params: Any) -> Running:
+    """A request that has just started with nothing cached."""
+    root = PrefixCache(PagePool(1, 4)).root
+    return Running(request(name, prompt_of(10, 0), **params), 0, tokens, (0, 1), PageKeys(tokens, 4), root)
+
+
 def test_a_restarted_request_rates_only_the_prompt_tokens_that_it_lacks() -> None:
     """From the first one without a log-probability to the prompt's last, whatever the chunks."""
-    entry = Running(request("r", prompt_of(10, 0), prompt_logprobs=0), 0, [*prompt_of(10, 0), 3, 4])
+    entry = _running("r", [*prompt_of(10, 0), 3, 4], prompt_logprobs=0)
     assert scored_positions(Chunk(entry, 0, 4, False)) == range(4)
     entry.request.prompt_logprobs = [None] * 6  # of tokens 0 .. 5
     assert list(scored_positions(Chunk(entry, 0, 4, False))) == []
     assert scored_positions(Chunk(entry, 4, 4, False)) == range(5, 8)
     assert scored_positions(Chunk(entry, 8, 4, True)) == range(8, 9)
-    silent = Running(request("r", prompt_of(10, 0)), 0, prompt_of(10, 0))
+    silent = _running("r", prompt_of(10, 0))
     assert list(scored_positions(Chunk(silent, 0, 10, True))) == []
 
 

@@ -1,4 +1,4 @@
-"""Device memory: slots follow the page table, and a copy of a shared page leaves the original alone."""
+"""Device memory: slots follow the page table, and rows start with what their request has said."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nextn.config import ModelConfig
-from nextn.engine.pages import PagePool
 from nextn.engine.request import SamplingParams
 from nextn.engine.state import RowState
 from tests.tiny import TINY
@@ -30,22 +29,6 @@ def test_a_slot_is_the_page_of_a_position_and_its_offset(pages: list[int], page_
     slots = state.slots(state.page_table[[1]], positions)[0].tolist()
     assert slots[:known] == [pages[p // page_size] * page_size + p % page_size for p in range(known)]
     assert all(0 <= slot < 8 * page_size for slot in slots)
-
-
-def test_copy_on_write_leaves_the_shared_page_to_its_other_holder() -> None:
-    """Two tables share a prefix; one writes after copying; the other reads what it always read."""
-    state = _state()
-    pool = PagePool(8, 4)
-    state.cache.copy_(torch.randn_like(state.cache))
-    table = pool.allocate(3)
-    other = list(table)
-    pool.share(other)
-    before = state.cache[:, table].clone()
-    state.copy_pages(pool.make_writable(other, 1))
-    assert torch.equal(state.cache[:, other], before)
-    state.cache[:, other[1:]] = 0.0
-    assert torch.equal(state.cache[:, table], before)
-    pool.check_integrity([table, other])
 
 
 def test_a_resumed_row_counts_what_it_said_and_a_new_one_starts_at_nothing() -> None:

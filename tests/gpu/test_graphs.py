@@ -239,7 +239,9 @@ def test_plain_decoding_beside_a_draft_meets_no_eager_pass_and_no_capture(
 
 def test_after_plain_decoding_the_demo_drafts_as_after_a_fresh_prefill() -> None:
     """One text goes on from 48 plain steps and from a prefill of them: caches and acceptance agree."""
-    llm = LLM("demo", device="cuda", num_pages=64, max_model_len=512, max_running_requests=4)
+    llm = LLM(
+        "demo", device="cuda", num_pages=64, max_model_len=512, max_running_requests=4, prefix_cache=False
+    )
     engine, spec = llm.engine, llm.engine.spec
     texts = (
         "To install the package",

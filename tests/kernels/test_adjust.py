@@ -11,6 +11,7 @@ from hypothesis import Phase, given, settings
 from torch import Tensor
 
 from nextn.kernels import adjust, ops
+from nextn.kernels.adjust import AdjustConfig
 from nextn.kernels.ref import sampling as ref
 from nextn.kernels.ref.sampling import SamplingBatch
 from tests.compare import assert_close
@@ -22,7 +23,7 @@ def check(
     batch: SamplingBatch,
     path: tuple[Tensor, Tensor],
     positions: Tensor,
-    config: tuple[int, int] | None = None,
+    config: AdjustConfig | None = None,
 ) -> Tensor:
     """The kernel's and the twin's logits agree; returns the kernel's."""
     got = adjust.adjust_logits(logits, batch, path, positions, config=config)
@@ -54,9 +55,15 @@ ROWS = [
 ]
 
 
+@pytest.mark.parametrize("config", [None, AdjustConfig(128, 4, 32)])
 @pytest.mark.parametrize(("vocab", "levels"), [(40, 5), (700, 8), (1024, 10**6), (1500, 3)])
-def test_long_vocabularies_with_few_and_with_many_ties(vocab: int, levels: int) -> None:
-    """Logits of few different values tie at nearly every cut; the ids decide there."""
+def test_long_vocabularies_with_few_and_with_many_ties(
+    vocab: int, levels: int, config: AdjustConfig | None
+) -> None:
+    """Logits of few different values tie at nearly every cut; the ids decide there.
+
+    In one block or in several, and with fronts that fit the candidates and such that do not.
+    """
     logits = torch.randint(0, levels, (len(ROWS), 2, vocab)) * (9.0 / levels)
     counts = torch.randint(0, 2, (len(ROWS), vocab)).int()
     words = torch.randint(-(2**31), 2**31, (len(ROWS), 2, -(-vocab // 32))).int()
@@ -64,17 +71,44 @@ def test_long_vocabularies_with_few_and_with_many_ties(vocab: int, levels: int) 
     positions = torch.tensor([[5, 6]]).expand(len(ROWS), 2)
     for grammar in (None, words):
         batch = sampling_batch(ROWS, vocab, counts, torch.rand(len(ROWS), vocab) < 0.3, grammar)
-        check(logits, batch, (path, path >= 2), positions)
+        check(logits, batch, (path, path >= 2), positions, config)
 
 
+@pytest.mark.parametrize(
+    ("logits", "what"),
+    [
+        (torch.zeros(300), "one value"),
+        (torch.cat((torch.tensor([1e37, -1e37]), torch.randn(298))), "a range that halving does not cross"),
+        (torch.arange(300) * -1e-38, "values that nearly vanish"),
+        (torch.cat((torch.full((299,), -math.inf), torch.zeros(1))), "a single token"),
+    ],
+)
+def test_distributions_on_which_the_search_by_value_fails(logits: Tensor, what: str) -> None:
+    """What stays is right whichever way it is found."""
+    rows = [
+        Knobs(1.0, top_k=20),
+        Knobs(1.0, top_p=0.3),
+        Knobs(1.0, top_k=200, top_p=0.4),
+        Knobs(0.1, top_k=2),
+    ]
+    nothing = torch.zeros(len(rows), 1, 0, dtype=torch.int64)
+    expanded = logits.expand(len(rows), 1, -1)
+    positions = torch.zeros(len(rows), 1).long()
+    got = check(
+        expanded, sampling_batch(rows, 300), (nothing, nothing.bool()), positions, AdjustConfig(128, 4, 32)
+    )
+    assert got.isfinite().any(-1).all(), what
+
+
+@pytest.mark.parametrize("config", [None, AdjustConfig(128, 4, 16)])
 @pytest.mark.parametrize("top_p", [1e-50, 1e-6, 0.25, 0.5, 0.75, 0.9999])
-def test_exact_sums_at_the_cut(top_p: float) -> None:
+def test_exact_sums_at_the_cut(top_p: float, config: AdjustConfig | None) -> None:
     """Equal tokens whose masses are powers of two: as many stay as the mass needs, but one at least."""
     batch = sampling_batch([Knobs(1.0, top_p=top_p)], 64)
     logits = torch.full((1, 1, 64), -math.inf)
     logits[..., ::4] = 1.0
     nothing = torch.zeros(1, 1, 0, dtype=torch.int64)
-    got = check(logits, batch, (nothing, nothing.bool()), torch.zeros(1, 1).long())
+    got = check(logits, batch, (nothing, nothing.bool()), torch.zeros(1, 1).long(), config)
     assert int(got.isfinite().sum()) == max(math.ceil(torch.tensor(top_p).item() * 16), 1)
     assert got[0, 0, : int(got.isfinite().sum()) * 4 : 4].isfinite().all()
 
@@ -129,7 +163,8 @@ def test_what_is_chosen_behind_the_kernel_is_what_the_twins_choose(
     level = torch.tensor([[0, 1, 1]]).expand(rows, 3).contiguous()
     tokens, values = ref.best_children(logits, batch, noise[:, :1], 2, 1.0, *after)
     picked = ref.pick_tokens(logits, batch, noise, level, *after)
-    logprobs, ids = ref.chosen_logprobs(logits, batch, picked, *after)
+    adjusted = ref.adjust_logits(logits, batch, *after[0], after[1])
+    logprobs, ids = ref.chosen_logprobs(logits, adjusted, batch, picked)
 
     monkeypatch.setattr(ops, "on_gpu", lambda _: True)
     kind = "fp32-op" if dtype == torch.float32 else "fp64"
@@ -138,7 +173,9 @@ def test_what_is_chosen_behind_the_kernel_is_what_the_twins_choose(
     assert_close(got_values, values, kind)
     assert torch.equal(got[possible], tokens[possible])
     assert_close(ops.pick_tokens(logits, batch, noise, level, *after), picked, "bitwise")
-    got_logprobs, got_ids = ops.chosen_logprobs(logits, batch, picked, *after)
+    got_adjusted, rest = ops.adjust_logits(logits, batch, *after)
+    assert not rest.adjusts_logits
+    got_logprobs, got_ids = ops.chosen_logprobs(logits, got_adjusted, batch, picked)
     assert_close(got_logprobs, logprobs, "fp32-op")
     finite = logprobs > -math.inf
     assert torch.equal(got_ids[finite], ids[finite])

@@ -375,7 +375,9 @@ def test_logprobs_are_of_the_processed_distribution_or_the_model_s_own() -> None
     batch = sampling_batch([Knobs(0.5, top_k=1), Knobs(0.5, top_k=1)], 3)
     batch = replace(batch, raw_logprobs=torch.tensor([False, True]))
     logits = torch.tensor([1.0, 3.0, math.nan], dtype=torch.float64).expand(2, 1, 3)
-    values, ids = sampling.chosen_logprobs(logits, batch, torch.tensor([[1], [1]]))
+    path = sampling.path_or_empty(logits, replace(batch, any_penalty=False), None)
+    adjusted = sampling.adjust_logits(logits, batch, *path)
+    values, ids = sampling.chosen_logprobs(logits, adjusted, batch, torch.tensor([[1], [1]]))
     assert ids[:, 0, :2].tolist() == [[1, 1], [1, 1]]
     assert values[0, 0, :3].tolist() == [0.0, 0.0, -math.inf]
     own = torch.tensor([1.0, 3.0], dtype=torch.float64).log_softmax(-1).float()

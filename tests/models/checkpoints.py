@@ -90,7 +90,7 @@ def capturing(specs: Iterable[TensorSpec]) -> tuple[list[TensorSpec], Loaded]:
     def taker(name: str) -> Callable[[Tensor, Tensor | None], None]:
         def take(weight: Tensor, scale: Tensor | None) -> None:
             assert name not in got, f"{name} was loaded twice"
-            got[name] = (weight, scale)
+            got[name] = (weight.clone(), None if scale is None else scale.clone())
 
         return take
 

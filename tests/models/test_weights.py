@@ -118,7 +118,9 @@ def test_report_counts_what_was_read(small: Path) -> None:
     report = load_checkpoint(small, specs, skip=skip_copies, progress=False)
     fp8 = sum(scale is not None for _, scale in got.values())
     nbytes = sum(weight.nbytes for weight, _ in got.values())
-    assert report == LoadReport(len(specs), fp8, 2, nbytes, report.seconds)
+    scales = sum(scale.nbytes for _, scale in got.values() if scale is not None)
+    files = len(list(small.glob("*.safetensors")))
+    assert report == LoadReport(len(specs), fp8, 2, nbytes, nbytes + scales, files, report.seconds)
     assert fp8 > 0
 
 
@@ -162,6 +164,18 @@ def test_a_scale_may_lie_in_another_shard(small: Path, tmp_path: Path) -> None:
         assert (scale is None) == (wanted is None)
         if scale is not None and wanted is not None:
             assert_close(scale, wanted, "bitwise", what=name)
+
+
+def test_shards_without_an_index_are_read_by_their_headers(small: Path, tmp_path: Path) -> None:
+    """Several files and no index: what each holds is in its header; the result is the same."""
+    path = tmp_path / "model"
+    shutil.copytree(small, path)
+    remove_index(path)
+    assert len(list(path.glob("*.safetensors"))) > 2
+    expected = load(small)
+    for name, (weight, scale) in load(path).items():
+        assert_close(weight, expected[name][0], "bitwise", what=name)
+        assert (scale is None) == (expected[name][1] is None)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -242,6 +256,20 @@ def test_progress_is_logged_where_there_is_no_terminal(caplog: pytest.LogCapture
         meter.advance(1_000_000)
         meter.close()
     assert re.fullmatch(r"loading x: 1\.00 MB of 2\.00 MB \(50 %\), \d+\.\d\d GB/s", caplog.messages[-1])
+
+
+def test_progress_is_a_bar_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bar grows with the share; the last line ends with a newline."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    meter = Progress("loading x", 2_000_000_000)
+    meter.advance(500_000_000)
+    meter.close()
+    text = capsys.readouterr().err
+    assert re.fullmatch(
+        r"(\rloading x \[#{6} {18}\] 500\.00 MB of 2\.00 GB \(25 %\), \d+\.\d\d GB/s\x1b\[K){1,2}\n", text
+    )
 
 
 # Faults in tensors
@@ -357,6 +385,16 @@ def remove_index(path: Path) -> None:
     (path / "model.safetensors.index.json").unlink()
 
 
+def lose_a_shard_and_the_index(path: Path) -> None:
+    remove_index(path)
+    remove_shard(path)
+
+
+def copy_a_shard_without_index(path: Path) -> None:
+    remove_index(path)
+    shutil.copyfile(last_shard(path), path / "consolidated.safetensors")
+
+
 def remove_shard(path: Path) -> None:
     last_shard(path).unlink()
 
@@ -390,6 +428,28 @@ def bad_offsets(path: Path) -> None:
     last_shard(path).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
 
+def edit_header(path: Path, change: Callable[[str], str]) -> None:
+    """Replace the last shard's header text, and nothing else."""
+    data = last_shard(path).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = change(data[8 : 8 + length].decode()).encode()
+    last_shard(path).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def name_twice(path: Path) -> None:
+    def change(text: str) -> str:
+        name, entry = next(item for item in json.loads(text).items() if item[0] != "__metadata__")
+        return text.replace("{", f"{{{json.dumps(name)}: {json.dumps(entry)},", 1)
+
+    edit_header(path, change)
+
+
+def lfs_pointer(path: Path) -> None:
+    last_shard(path).write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4300000000\n"
+    )
+
+
 def wrong_size(path: Path) -> None:
     data = last_shard(path).read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -413,7 +473,35 @@ def unlisted_tensor(path: Path) -> None:
 
 
 FILE_FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "no index": (remove_index, r"holds \d+ \.safetensors files .* and no model\.safetensors\.index\.json"),
+    "neither index nor all shards": (
+        lose_a_shard_and_the_index,
+        r"lacks 1 of \d+ shards and has no model\.safetensors\.index\.json",
+    ),
+    "no index and a second copy": (
+        copy_a_shard_without_index,
+        r"no index, and tensors are stored twice \(\d+\): .*\(consolidated\.safetensors and model-.*keep one",
+    ),
+    "lfs pointer": (lfs_pointer, r"is a Git LFS pointer and not the file itself; run `git lfs pull`"),
+    "name twice": (name_twice, r"has a corrupt header: names that stand twice: "),
+    "fractional offsets": (
+        lambda path: edit_header(
+            path, lambda text: text.replace('"data_offsets":[0,', '"data_offsets":[0.0,')
+        ),
+        r"has a corrupt header: ValueError\(.* has shape \[.*\] at 0\.0 to",
+    ),
+    "deep header": (
+        lambda path: edit_header(path, lambda text: "[" * 100_000),
+        r"has a corrupt header: .*recursion",
+    ),
+    "index names twice": (
+        lambda path: (
+            (path / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}'
+            )
+            and None
+        ),
+        r"index\.json cannot be read: names that stand twice: a",
+    ),
     "no shard": (remove_shard, r"names files that do not exist: model-\d+-of-\d+\.safetensors"),
     "truncated": (truncate, r"model-\d+-of-\d+\.safetensors is truncated or damaged"),
     "empty": (empty, r"model-\d+-of-\d+\.safetensors is truncated or not a safetensors file \(0 bytes\)"),

@@ -16,10 +16,14 @@ from nextn.engine.request import FinishReason, Output, Request, SamplingParams, 
 from nextn.errors import RequestError
 from nextn.server.app import create_app
 from nextn.server.bridge import Bridge
-from nextn.server.cli import Server
+from nextn.server.process import Server
 from nextn.text import Detokenizer, Tokenizer
 
 Script = Callable[[Request], list[int]]
+STATS = (
+    *("running", "waiting", "generated_tokens", "prompt_tokens", "cached_tokens", "cycles", "emitted"),
+    *("pages", "pages_used", "pages_cached", "pages_free", "prefill_steps", "decode_steps", "preemptions"),
+)
 
 
 @dataclass(eq=False)
@@ -42,6 +46,7 @@ class FakeEngine:
     steps: int = 0
     looks: int = 0
     closed: bool = False
+    damage: str = ""
     aborted: list[str] = field(default_factory=list)
     seen: list[Request] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)
@@ -86,8 +91,11 @@ class FakeEngine:
         return outputs + [self._advance(opened) for opened in list(self._open.values())]
 
     def stats(self) -> Mapping[str, float]:
-        names = ("running", "waiting", "generated_tokens", "cycles", "emitted", "pages", "pages_used")
-        return dict.fromkeys(names, 0.0) | {"running": float(len(self._open))}
+        return dict.fromkeys(STATS, 0.0) | {"running": float(len(self._open)), "pages": 8.0}
+
+    def check_integrity(self) -> None:
+        self.threads.add(threading.get_ident())
+        assert not self.damage, self.damage
 
     def close(self) -> None:
         self.closed = True
@@ -154,13 +162,19 @@ class Running:
 
 @contextmanager
 def running_server(
-    engine: Any, *, names: tuple[str, ...] = ("fake",), max_open: int = 8, **app_options: Any
+    engine: Any,
+    *,
+    names: tuple[str, ...] = ("fake",),
+    max_open: int = 8,
+    load: Callable[[], Any] | None = None,
+    shutdown_timeout: float = 5.0,
+    **app_options: Any,
 ) -> Iterator[Running]:
     """The whole server in a thread of its own, on loopback; it is shut down at the end."""
-    bridge = Bridge(engine, max_open=max_open)
+    bridge = Bridge(engine, load=load, max_open=max_open)
     app = create_app(bridge, names, **app_options)
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, log_level="warning")
-    server = Server(config, bridge, "ready at {url}")
+    server = Server(config, bridge, "ready at {url}", shutdown_timeout)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()
     try:

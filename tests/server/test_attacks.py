@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from nextn.engine.request import Output
 from nextn.errors import RequestError
-from nextn.server import prepare
+from nextn.server import prepare, ticket
+from nextn.server.bridge import Bridge
 from tests.server.conftest import ANSWER
 from tests.server.fake import FakeEngine, Running, running_server, wait_until
 
@@ -181,6 +186,54 @@ def test_a_client_that_does_not_read_holds_up_nobody(engine: FakeEngine) -> None
                 answer = _post(running, "completions", b'{"prompt": "a", "max_tokens": 5}')
                 assert answer.status_code == 200
         wait_until(lambda: running.bridge.num_open == 0)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_that_nobody_reads_is_given_up_and_says_so_once(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    """What waits for its client is bounded; others are served meanwhile."""
+    monkeypatch.setattr(ticket, "MAX_UNREAD_BYTES", 50_000)
+    seen, short = engine.seen, engine.script
+    engine.script = lambda request: [40] * 10**6 if len(seen) < n else short(request)
+    engine.max_model_len = 10**7
+    with running_server(engine) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        body = json.dumps(CHAT | {"stream": True, "logprobs": True, "top_logprobs": 20, "n": n}).encode()
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(head.encode() + body)
+            wait_until(lambda: len(engine.aborted) == n, 60)
+            answer = _post(running, "chat/completions", json.dumps(CHAT).encode())
+            assert answer.json()["choices"][0]["message"]["content"] == ANSWER
+            received = b"".join(iter(lambda: connection.recv(2**20), b"")).decode()
+        assert running.bridge.num_open == 0
+    events = [line.removeprefix("data: ") for line in received.splitlines() if line.startswith("data: ")]
+    assert [event for event in events if '"error":' in event] == events[-1:]
+    error = json.loads(events[-1])["error"]
+    assert (error["code"], error["type"]) == ("slow_reader", "invalid_request_error")
+
+
+@given(texts=st.lists(st.text(max_size=50), min_size=1, max_size=30), reads=st.lists(st.booleans()))
+def test_what_is_unread_is_counted_to_the_byte(texts: list[str], reads: list[bool]) -> None:
+    """Whatever the order of arriving and reading, nothing read means nothing counted."""
+
+    async def test() -> None:
+        waiting = ticket.Ticket(Bridge(None, max_open=1), ["a"])
+        left = iter(reads)
+        for text in texts:
+            assert waiting.put(Output("a", text, (1,), 1, 1))
+            if next(left, False):
+                await waiting.next()
+        while waiting._arrived.qsize():
+            assert waiting._unread > 0
+            await waiting.next()
+        assert waiting._unread == 0
+
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])

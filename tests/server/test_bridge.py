@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nextn.engine.request import Output, Request, SamplingParams
-from nextn.errors import RequestError
+from nextn.errors import ConfigError, RequestError
 from nextn.server.bridge import Bridge, Busy, Ticket, Unavailable
 from tests.server.conftest import ANSWER
 from tests.server.fake import FakeEngine
@@ -165,3 +168,127 @@ def test_statistics_are_reported_while_there_is_traffic(engine: FakeEngine) -> N
 
     _with_bridge(engine, test, report=lambda *report: reports.append(report), report_every=0.02)
     assert all(seconds >= 0.01 for _, seconds in reports)
+
+
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 2**32),
+    fail_at=st.none() | st.integers(1, 30),
+    grace=st.sampled_from([0.0, 0.005, 10.0]),
+    unread=st.sampled_from([2_000, 4 * 2**20]),
+)
+def test_each_request_ends_exactly_once_whatever_happens(
+    seed: int, fail_at: int | None, grace: float, unread: int
+) -> None:
+    """Clients come, leave and do not read, the engine fails, the server ends: at any moment."""
+    chance = random.Random(seed)
+    engine = FakeEngine(None, lambda _: [40] * chance.randrange(60), step_seconds=0.0005, fail_at=fail_at)
+    ends: dict[str, int] = {}
+
+    async def client(bridge: Bridge, number: int) -> None:
+        names = [f"{number}-{index}" for index in range(chance.randrange(1, 4))]
+        await asyncio.sleep(chance.random() * 0.03)
+        try:
+            ticket = await bridge.submit([_request(name) for name in names])
+        except (Unavailable, Busy):
+            return
+        ends.update(dict.fromkeys(names, 0))
+        stays, patience = chance.random() < 0.7, chance.randrange(30)
+        while ticket.is_open and (stays or patience):
+            patience -= 1
+            if chance.random() < 0.1:
+                await asyncio.sleep(chance.random() * 0.02)
+            index, output = await asyncio.wait_for(ticket.next(), 30)
+            assert not ends[names[index]], "something came after the end"
+            ends[names[index]] += output.finish_reason is not None
+            if ticket.is_overrun:  # what was dropped may have been an end
+                break
+        else:
+            if stays:
+                assert [ends[name] for name in names] == [1] * len(names)
+        ticket.close()
+
+    async def test() -> None:
+        bridge = Bridge(engine, max_open=6)
+        bridge.start()
+        clients = [asyncio.create_task(client(bridge, number)) for number in range(12)]
+        await asyncio.sleep(chance.random() * 0.04)
+        await bridge.stop(grace)
+        await asyncio.wait_for(asyncio.gather(*clients), 30)
+        assert bridge.num_open == 0
+        assert bridge.is_ended
+        assert (bridge.failure is None) == engine.closed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nextn.server.ticket.MAX_UNREAD_BYTES", unread)
+        asyncio.run(test())
+
+
+def test_an_engine_is_loaded_on_its_own_thread_and_then_taken(engine: FakeEngine) -> None:
+    may_load, ready = threading.Event(), []
+
+    def load() -> FakeEngine:
+        engine.threads.add(threading.get_ident())
+        assert may_load.wait(20)
+        return engine
+
+    async def test() -> None:
+        bridge = Bridge(None, load=load, max_open=4, on_ready=lambda: ready.append(True))
+        bridge.start()
+        assert bridge.state == "loading"
+        with pytest.raises(Unavailable, match="still loading"):
+            await bridge.submit([_request("a")])
+        with pytest.raises(Unavailable, match="still loading"):
+            await bridge.check_integrity()
+        may_load.set()
+        while not ready:
+            await asyncio.sleep(0.001)
+        assert bridge.state == "ok"
+        assert (await _read(await bridge.submit([_request("a")])))[-1][1].finish_reason == "stop"
+        await bridge.stop()
+
+    asyncio.run(test())
+    assert len(engine.threads) == 1
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_load_that_fails_is_a_failure_unless_the_end_has_broken_it_off(
+    engine: FakeEngine, stops: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A signal may well kill the compilers and readers that a load has started."""
+    may_fail = threading.Event()
+
+    def load() -> FakeEngine:
+        assert may_fail.wait(20)
+        raise ConfigError("no") if not stops else RuntimeError("a child was killed")
+
+    async def test() -> None:
+        bridge = Bridge(None, load=load, max_open=4)
+        bridge.start()
+        if stops:
+            await asyncio.wait_for(bridge.stop(10_000), 10)
+            assert bridge.is_running
+        may_fail.set()
+        while bridge.is_running or not (stops or bridge.failure):
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
+        assert bridge.state == ("stopping" if stops else "engine failed")
+
+    asyncio.run(test())
+    assert caplog.text == ""
+
+
+def test_to_hurry_cuts_the_grace_short(engine: FakeEngine) -> None:
+    engine.script = lambda _: [40] * 10**6
+    engine.max_model_len = 10**7
+
+    async def test(bridge: Bridge) -> None:
+        ticket = await bridge.submit([_request("a", 10**6)])
+        stopping = asyncio.create_task(bridge.stop(10_000))
+        await asyncio.sleep(0.02)
+        assert not stopping.done()
+        bridge.hurry()
+        await asyncio.wait_for(stopping, 20)
+        assert (await _read(ticket))[-1][1].finish_reason == "error"
+
+    assert _with_bridge(engine, test).is_ended

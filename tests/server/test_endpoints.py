@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import socket
+import threading
 from typing import Any
 
 import httpx
@@ -108,6 +109,41 @@ def test_alive_and_ready_are_told_apart(engine: FakeEngine) -> None:
             assert (answer.status_code, answer.json()) == (503, {"status": "engine failed"})
 
 
+def test_the_integrity_check_runs_on_the_engine_s_thread_and_tells_the_counts(engine: FakeEngine) -> None:
+    with running_server(engine) as running:
+        answer = httpx.get(running.url + "/debug/integrity")
+    counts = {"pages": 8, "pages_used": 0, "pages_cached": 0, "pages_free": 0, "running": 0, "waiting": 0}
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"} | counts)
+    assert len(engine.threads) == 1
+    assert threading.get_ident() not in engine.threads
+
+
+def test_damage_is_told_and_logged_and_the_server_goes_on(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What to do about it is for a person to say: requests that are not touched by it still get answers."""
+    engine.damage = "page 3 is free and held"
+    with caplog.at_level(logging.CRITICAL), running_server(engine) as running:
+        answer = httpx.get(running.url + "/debug/integrity")
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == "AssertionError: page 3 is free and held"
+        assert answer.json()["error"]["code"] == "integrity"
+        assert httpx.post(running.url + "/v1/chat/completions", json=CHAT).status_code == 200
+    assert "page 3 is free and held" in caplog.text
+
+
+def test_a_check_between_the_steps_of_open_requests_is_answered(engine: FakeEngine) -> None:
+    engine.script = lambda _: [40] * 100_000
+    engine.max_model_len = 100_000
+    with running_server(engine) as running:
+        with httpx.stream("POST", running.url + "/v1/completions", json={"prompt": "a", "stream": True}):
+            assert httpx.get(running.url + "/debug/integrity").status_code == 200
+        engine.fail_at = engine.steps
+        running.bridge.on_failure = None
+        httpx.post(running.url + "/v1/completions", json={"prompt": "a"})
+        assert httpx.get(running.url + "/debug/integrity").status_code == 503
+
+
 def test_metrics_count_requests_tokens_and_time(engine: FakeEngine) -> None:
     with running_server(engine) as running:
         before = _figures(running)
@@ -122,7 +158,8 @@ def test_metrics_count_requests_tokens_and_time(engine: FakeEngine) -> None:
     assert figures["nextn_requests_total finish_reason=length"] == 1
     assert figures["nextn_generated_tokens_total"] == generated
     assert figures["nextn_prompt_tokens_total"] == sum(len(each.prompt_tokens) for each in engine.seen)
-    assert figures["nextn_cached_tokens_total"] == 4  # of the second choice
+    assert figures["nextn_prefix_cache_queries_total"] == figures["nextn_prompt_tokens_total"]
+    assert figures["nextn_prefix_cache_hits_total"] == 4  # of the second choice
     assert figures["nextn_time_to_first_token_seconds_count"] == 3
     assert figures["nextn_request_seconds_count"] == 3
     assert figures["nextn_inter_token_seconds_count"] == generated - 3
@@ -130,7 +167,9 @@ def test_metrics_count_requests_tokens_and_time(engine: FakeEngine) -> None:
     accepted = [figures[f"nextn_speculative_accepted_tokens_total position={i}"] for i in (1, 2)]
     assert accepted[0] >= accepted[1] > 0
     assert figures["nextn_requests_running"] == 0
-    assert {"nextn_requests_waiting", "nextn_cache_pages", "nextn_cache_pages_used"} <= figures.keys()
+    pages = {f"nextn_cache_pages{which}" for which in ("", "_used", "_cached", "_free")}
+    steps = {f"nextn_steps_total kind={kind}" for kind in ("prefill", "decode")}
+    assert {"nextn_requests_waiting", "nextn_preemptions_total"} | pages | steps <= figures.keys()
     assert figures["nextn_http_responses_total path=/v1/completions status=400"] == 1
     assert figures["nextn_http_responses_total path=other status=404"] == 1
 
@@ -157,7 +196,9 @@ def test_a_later_metric_joins_the_registry(shared: Running) -> None:
     assert _figures(shared)["nextn_test_metric"] == 7
 
 
-@pytest.mark.parametrize("path", ["/version", "/metrics", "/v1/models", "/openapi.json", "/nothing"])
+@pytest.mark.parametrize(
+    "path", ["/version", "/metrics", "/v1/models", "/openapi.json", "/debug/integrity", "/nothing"]
+)
 def test_all_but_probes_need_the_key(engine: FakeEngine, path: str) -> None:
     with running_server(engine, api_key="secret") as running:
         assert httpx.get(running.url + path).status_code == 401

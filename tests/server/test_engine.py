@@ -126,6 +126,39 @@ def test_a_client_that_leaves_gives_its_pages_back(checkpoint: Path, monkeypatch
         assert engine.stats()["pages_used"] == 0
 
 
+def test_a_prompt_is_found_again_but_not_under_another_salt(checkpoint: Path) -> None:
+    """In usage and metrics alike; at idle every page is free or kept."""
+    engine = _engine(checkpoint, SpecConfig(2, 4, 4))
+    prompt = list(range(5, 105))
+    with running_server(engine) as running:
+
+        def cached(**more: Any) -> int:
+            body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, **more}
+            usage = httpx.post(running.url + "/v1/completions", json=body, timeout=60).json()["usage"]
+            found: int = usage["prompt_tokens_details"]["cached_tokens"]
+            return found
+
+        salts: list[dict[str, Any]] = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}]
+        assert [cached(**salt) for salt in salts] == [0, 0, 0]
+        assert [cached(**salt) for salt in salts] == [96, 96, 96]
+        assert cached(prompt=[*prompt[:40], 3, *prompt[41:]]) == 32
+        wait_until(lambda: not engine.has_work())
+        metrics = httpx.get(running.url + "/metrics").text.splitlines()
+        assert "nextn_prefix_cache_queries_total 700.0" in metrics
+        assert "nextn_prefix_cache_hits_total 320.0" in metrics
+        told = httpx.get(running.url + "/debug/integrity").json()
+        assert told["pages_used"] == 0 < told["pages_cached"]
+        assert told["pages_cached"] + told["pages_free"] == told["pages"] == 32
+
+
+def test_several_answers_to_a_prompt_compute_it_once(checkpoint: Path) -> None:
+    with running_server(_engine(checkpoint, SpecConfig(2, 4, 4))) as running:
+        body = {"prompt": list(range(5, 105)), "max_tokens": 4, "n": 3, "seed": 1}
+        assert httpx.post(running.url + "/v1/completions", json=body, timeout=60).status_code == 200
+        metrics = httpx.get(running.url + "/metrics").text.splitlines()
+    assert "nextn_prefix_cache_hits_total 192.0" in metrics
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_that_goes_beyond_its_limits_is_the_client_s_fault(checkpoint: Path, stream: bool) -> None:
     """Found when it is compiled, or behind the first tokens, in a stream that has begun: named in both."""

@@ -43,6 +43,7 @@ NEUTRAL: list[tuple[str, str, Any]] = [
     *[(kind, "store", False) for kind in BODIES],
     *[(kind, "safety_identifier", "someone") for kind in BODIES],
     *[(kind, "user", "someone") for kind in BODIES],
+    *[(kind, "priority", 0) for kind in BODIES],
     *[(kind, "metadata", {"k": "v"}) for kind in BODIES],
     *[(kind, "top_k", -1) for kind in BODIES],
     *[(kind, "stop", []) for kind in BODIES],
@@ -134,7 +135,16 @@ PARAMETERS: list[tuple[str, str, Any, str, Any]] = [
 ELSEWHERE = {
     # Honoured in ways that tests of their own show.
     *("model", "messages", "prompt", "stream", "stream_options", "include_speculation", "n", "best_of"),
-    *("echo", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
+    *(
+        "cache_salt",
+        "priority",
+        "echo",
+        "top_logprobs",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "chat_template_kwargs",
+    ),
 }
 
 _FORMS: list[Any] = [
@@ -171,6 +181,8 @@ REFUSED: list[tuple[str, str, Any]] = [
     *[(kind, "min_tokens", value) for kind in BODIES for value in (-1, 1.5, True, 10**30, 300)],
     *[(kind, "logprobs_mode", value) for kind in BODIES for value in ("both", True)],
     *[(kind, "include_speculation", value) for kind in BODIES for value in (1, "yes")],
+    *[(kind, "cache_salt", value) for kind in BODIES for value in ("", "s" * 257, 5, ["s"], True)],
+    *[(kind, "priority", value) for kind in BODIES for value in (2**31, -(2**31) - 1, 0.5, "1", True)],
     *[(kind, "response_format", value) for kind in BODIES for value in _FORMS],
     *[
         (kind, name, value)

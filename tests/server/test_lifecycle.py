@@ -89,7 +89,7 @@ def test_a_full_server_says_429_and_takes_requests_again(engine: FakeEngine) -> 
         wait_until(lambda: running.bridge.num_open == 2)
         refused = httpx.post(running.url + "/v1/chat/completions", json=BODY)
         assert refused.status_code == 429
-        assert refused.headers["retry-after"] == "1"
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
         assert refused.json()["error"]["type"] == "rate_limit_error"
         connections[0].close()
         wait_until(lambda: running.bridge.num_open == 1)
@@ -178,11 +178,8 @@ def test_a_request_that_the_engine_forgets_is_an_engine_failure(engine: FakeEngi
         assert "has not ended" in str(running.bridge.failure)
 
 
-def test_the_end_of_the_server_gives_open_requests_time_and_then_ends_them(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("nextn.server.cli.SHUTDOWN_GRACE_SECONDS", 0.3)
-    with running_server(_endless(engine)) as running:
+def test_the_end_of_the_server_gives_open_requests_time_and_then_ends_them(engine: FakeEngine) -> None:
+    with running_server(_endless(engine), shutdown_timeout=0.3) as running:
         connection = _send(running, BODY | {"stream": True})
         wait_until(lambda: engine.steps > 2)
         started = time.monotonic()
@@ -197,11 +194,8 @@ def test_the_end_of_the_server_gives_open_requests_time_and_then_ends_them(
     assert b"the server is shutting down" in received
 
 
-def test_a_request_that_the_end_of_the_server_cuts_off_is_unavailable(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("nextn.server.cli.SHUTDOWN_GRACE_SECONDS", 0.05)
-    with running_server(_endless(engine)) as running:
+def test_a_request_that_the_end_of_the_server_cuts_off_is_unavailable(engine: FakeEngine) -> None:
+    with running_server(_endless(engine), shutdown_timeout=0.05) as running:
         connection = _send(running, BODY)
         wait_until(lambda: engine.steps > 2)
         running.server.end()

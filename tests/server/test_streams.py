@@ -184,7 +184,7 @@ def test_a_prompt_s_entries_are_at_their_places(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_n_answers_are_requests_of_one_group(engine: FakeEngine, stream: bool) -> None:
+def test_n_answers_are_requests_with_one_prompt(engine: FakeEngine, stream: bool) -> None:
     """Each has a choice of its own; the prompt counts once, and so do its cached tokens."""
     seen = engine.seen
     with running_server(engine) as running:
@@ -197,9 +197,6 @@ def test_n_answers_are_requests_of_one_group(engine: FakeEngine, stream: bool) -
             texts[choice["index"]] += choice["text"]
     assert all(texts)
     assert [request.choice for request in seen] == [0, 1, 2] * 2
-    groups = [request.group for request in seen]
-    assert groups == [groups[0]] * 3 + [groups[3]] * 3
-    assert len({groups[0], groups[3], None}) == 3
     prompt = len(seen[0].prompt_tokens) + len(seen[3].prompt_tokens)
     assert events[-1]["usage"] == {
         "prompt_tokens": prompt,
@@ -209,10 +206,15 @@ def test_n_answers_are_requests_of_one_group(engine: FakeEngine, stream: bool) -
     }
 
 
-def test_one_answer_has_no_group(engine: FakeEngine) -> None:
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_salt_and_priority_reach_every_request_of_a_body(engine: FakeEngine, path: str) -> None:
+    body = {"prompt": "Hi"} if path == "completions" else CHAT
     with running_server(engine) as running:
-        httpx.post(running.url + "/v1/chat/completions", json=CHAT | {"n": 1})
-    assert engine.seen[0].group is None
+        for more in ({}, {"cache_salt": "tenant 😀", "priority": -3}):
+            answer = httpx.post(f"{running.url}/v1/{path}", json=body | more | {"n": 2, "max_tokens": 2})
+            assert answer.status_code == 200
+    given = [(request.cache_salt, request.priority) for request in engine.seen]
+    assert given == [(None, 0)] * 2 + [("tenant 😀", -3)] * 2
 
 
 def _usage(stream: bool) -> dict[str, Any]:

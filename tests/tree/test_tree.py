@@ -34,23 +34,20 @@ def test_plain_is_one_node() -> None:
 
 
 @given(grown())
-def test_paths_are_the_ancestors(case: tuple[SpecConfig, TableDraft]) -> None:
-    """Paths run from depth 1 to the node itself and hold exactly the mask's nodes but the root."""
+def test_path_tokens_are_the_ancestors(case: tuple[SpecConfig, TableDraft]) -> None:
+    """A node's path is its own token and those of its ancestors but the root's: as many as it is deep."""
     spec, draft = case
     tree = grow_table(draft, spec).rerank(torch.zeros(draft.table.shape[0], dtype=torch.int64))
-    nodes, valid = tree.paths()
-    tokens, same = tree.path_tokens()
-    assert nodes.shape == (*tree.tokens.shape, min(spec.num_steps, spec.draft_tokens - 1))
-    assert torch.equal(valid, same)
+    tokens, valid = tree.path_tokens()
+    assert tokens.shape == valid.shape == (*tree.tokens.shape, tree.size - 1)
     for row in range(tree.tokens.shape[0]):
         for node in range(tree.size):
-            path = nodes[row, node][valid[row, node]].tolist()
+            path, ancestor = [], node
+            while ancestor > 0:
+                path.append(int(tree.tokens[row, ancestor]))
+                ancestor = int(tree.parents[row, ancestor])
+            assert tokens[row, node][valid[row, node]].tolist() == path[::-1]
             assert len(path) == tree.depth[row, node]
-            assert path == sorted(path)
-            assert sum(1 << ancestor for ancestor in path) | 1 == tree.mask[row, node]
-            assert tokens[row, node][valid[row, node]].tolist() == tree.tokens[row][path].tolist()
-    assert not nodes[~valid].any()
-    assert not tokens[~valid].any()
 
 
 @pytest.mark.parametrize(

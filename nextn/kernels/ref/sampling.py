@@ -141,20 +141,21 @@ def unpack_bits(words: Tensor, count: int) -> Tensor:
     return ((words.unsqueeze(-1) >> places) & 1).flatten(-2)[..., :count].bool()
 
 
-def token_logprobs(logp: Tensor, tokens: Tensor, best: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def token_logprobs(logp: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities of `tokens` [...] and, behind them, of the MAX_LOGPROBS best: both [..., 1 + 20].
 
-    logp [..., V] log-probabilities; best [..., min(20, V)]: the ids, where they are known. Values float32 and
-    ids int64, the best in descending order of the rounded value, ties to the lower id; id -1 and -inf where
-    the vocabulary ends before.
+    logp [..., V] log-probabilities. Values float32 and ids int64, the best in descending order of the rounded
+    value, ties to the lower id; id -1 and -inf where the vocabulary ends before.
     """
     single = logp.float()
     own = single.gather(-1, tokens.clamp(min=0).unsqueeze(-1))
-    count = min(MAX_LOGPROBS, single.shape[-1])
-    if best is None:
-        best, _ = top_children(single, single, count)
-    values = single.gather(-1, best)
-    missing = (0, MAX_LOGPROBS - count)
+    best, _ = top_children(single, single, min(MAX_LOGPROBS, single.shape[-1]))
+    return pad_logprobs(tokens, own, best, single.gather(-1, best))
+
+
+def pad_logprobs(tokens: Tensor, own: Tensor, best: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """What `token_logprobs` returns: tokens [...] with values own [..., 1], best [..., n] with `values`."""
+    missing = (0, MAX_LOGPROBS - best.shape[-1])
     return (
         torch.cat((own, F.pad(values, missing, value=-math.inf)), dim=-1),
         torch.cat((tokens.unsqueeze(-1), F.pad(best, missing, value=NO_TOKEN)), dim=-1),
@@ -173,17 +174,9 @@ def asked_logprobs(logits: Tensor, adjusted: Tensor, batch: SamplingBatch) -> Te
 
 
 def chosen_logprobs(
-    logits: Tensor,
-    batch: SamplingBatch,
-    tokens: Tensor,
-    path: tuple[Tensor, Tensor] | None = None,
-    positions: Tensor | None = None,
+    logits: Tensor, adjusted: Tensor, batch: SamplingBatch, tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` of `tokens` [B, M] that nodes with `logits` [B, M, V] chose, see `asked_logprobs`.
-
-    path, positions: as in `process_logits`.
-    """
-    adjusted = adjust_logits(logits, batch, *path_or_empty(logits, batch, path), positions)
+    """`token_logprobs` of `tokens` [B, M] that nodes with `logits` [B, M, V] chose, see `asked_logprobs`."""
     return token_logprobs(asked_logprobs(logits, adjusted, batch), tokens)
 
 
@@ -192,14 +185,6 @@ def raw_logprobs(logits: Tensor) -> Tensor:
     x = logits if logits.dtype == torch.float64 else logits.float()
     x = torch.nan_to_num(x, nan=-math.inf, neginf=-math.inf)
     return torch.nan_to_num(x.log_softmax(-1), nan=-math.inf, neginf=-math.inf)
-
-
-def for_nodes(batch: SamplingBatch, nodes: Tensor) -> SamplingBatch:
-    """The same rows where only `nodes` [B, W] int64 of each are looked at: what is per node is gathered."""
-    if batch.grammar is None:
-        return batch
-    index = nodes.unsqueeze(-1).expand(-1, -1, batch.grammar.shape[-1])
-    return replace(batch, grammar=batch.grammar.gather(1, index))
 
 
 def perturb(logp: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Launches of kernels/adjust.py at one of eight ranks' share of DeepSeek-V3's vocabulary."""
+"""Launches of kernels/adjust.py at one of eight ranks' share of DeepSeek-V3's vocabulary.
+
+A longer one takes the same kernel, in more blocks.
+"""
 
 from __future__ import annotations
 
