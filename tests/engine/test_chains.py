@@ -19,14 +19,11 @@ OPTIONS: dict[str, Any] = {
 
 
 def _chunks(engine: Engine, lengths: tuple[int, ...], **options: Any) -> PrefillBatch:
-    """The first prefill step of new requests with prompts of these lengths; their rows are ready."""
+    """The first prefill step of new requests with prompts of these lengths."""
     for index, length in enumerate(lengths):
         engine.add(request(str(index), prompt_of(length, index), seed=index, **options))
     batch = engine.scheduler.next_batch()
     assert isinstance(batch, PrefillBatch)
-    for chunk in batch.chunks:
-        engine._start(chunk.entry)
-        engine.worker._set_pages(chunk.entry)
     return batch
 
 
@@ -49,6 +46,10 @@ def test_chains_leave_what_a_prefill_step_leaves(lengths: tuple[int, ...], optio
     engines = [tiny_engine(chunked_prefill_size=200, prefix_cache=False) for _ in range(2)]
     batches = [_chunks(engine, lengths, **options) for engine in engines]
     while True:
+        for engine, batch in zip(engines, batches, strict=True):
+            for chunk in batch.chunks:
+                engine._start(chunk.entry)
+                engine.worker._set_pages(chunk.entry)
         expected = engines[0].worker.prefill(batches[0].chunks).wait().tokens
         assert _run(engines[1], batches[1], padding=2) == [tokens[0] for tokens in expected]
         first, second = (engine.worker.state for engine in engines)
