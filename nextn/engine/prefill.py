@@ -167,8 +167,9 @@ def chain_step(models: Models, state: RowState, chains: Tensor, options: StepOpt
     A chain of length 0 is padding, and its row the scratch row. Does what `prefill_step` does for the same
     tokens, but neither log-probabilities nor grammars. Reads nothing back to the host.
     """
-    rows, start, length, closes, samples = chains[:, :HEADER].unbind(1)
-    tokens, following = chains[:, HEADER:].split(CHAIN, dim=1)
+    # Kernels read each of these on its own, so none stays strided.
+    rows, start, length, closes, samples = chains[:, :HEADER].t().contiguous().unbind(0)
+    tokens, following = (part.contiguous() for part in chains[:, HEADER:].split(CHAIN, dim=1))
     closes, samples = closes.bool(), samples.bool()
     batch = StepBatch(rows, length > 0, state.page_table.shape[1], **CHAIN_FLAGS)
     place = Place.behind(state, batch, start, CHAIN)
