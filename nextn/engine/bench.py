@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import random
+import secrets
 import statistics
 import subprocess
 import sys
@@ -66,9 +67,10 @@ class BatchRun:
         params = SamplingParams(
             max_tokens=output_len, temperature=temperature, seed=0, ignore_eos=True, **options
         )
+        salt = secrets.token_hex(8)  # of its own: no batch begins with what an earlier one has computed
         for index, prompt in enumerate(prompts):
             engine.validate(list(prompt), params)
-            engine.scheduler.add(Request(f"bench-{index}", list(prompt), params))
+            engine.scheduler.add(Request(f"bench-{index}", list(prompt), params, cache_salt=salt))
         self.entries: tuple[Running, ...] = ()
         self.prefill_ms = self._prefill()
 

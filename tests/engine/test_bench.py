@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from nextn.engine.bench import main, simulated_lengths
+from nextn.engine.bench import BatchRun, main, simulated_lengths
 from nextn.engine.worker import leave_a_core_free
-from tests.tiny import TINY
+from tests.tiny import TINY, prompt_of, tiny_engine
 
 FIELDS = {
     "model", "device", "batch_size", "input_len", "output_len", "num_steps", "topk", "draft_tokens",
@@ -136,3 +136,12 @@ def test_one_core_is_left_free_unless_the_environment_decides(
     monkeypatch.delenv("OMP_NUM_THREADS")
     leave_a_core_free()
     assert asked == [threads]
+
+
+def test_batches_of_one_prompt_are_prefilled_alike_though_the_engine_has_a_prefix_cache() -> None:
+    """What an earlier batch computed would change the steps of a later one, and so its rounding."""
+    engine = tiny_engine(prefix_cache=True)
+    for _ in range(2):
+        run = BatchRun(engine, [prompt_of(40, 1)] * 2, 8, 0.0)
+        assert max(entry.cached for entry in run.entries[:1]) == 0
+        run.close()
