@@ -87,8 +87,11 @@ class SamplingRows:
         # Unused entries add nothing, each to a token of its own: many sums to one would queue up.
         biased = (torch.arange(MAX_BIASES, device=device) % vocab_size).repeat(rows, 1)
         banned = torch.full((rows, MAX_BANNED), -1, dtype=torch.int64, device=device)
+        reals = torch.zeros(len(REALS), rows, dtype=torch.float32, device=device)
+        for neutral in ("top_p", "repetition"):  # of padding rows, which nobody sets
+            reals[REALS.index(neutral)].fill_(1.0)
         return SamplingRows(
-            reals=torch.zeros(len(REALS), rows, dtype=torch.float32, device=device),
+            reals=reals,
             wholes=torch.zeros(len(WHOLES), rows, dtype=torch.int64, device=device),
             counts=torch.zeros(rows, vocab_size, dtype=torch.int32, device=device),
             prompt_seen=torch.zeros(rows, vocab_size, dtype=torch.bool, device=device),
