@@ -21,6 +21,7 @@ from nextn.engine.step import (
     Emission,
     Place,
     StepOptions,
+    chain_input,
     count_tokens,
     draft_hidden,
     extend_draft,
@@ -31,13 +32,12 @@ from nextn.engine.step import (
     take,
 )
 from nextn.kernels.ops import adjust_logits, chosen_logprobs, pick_tokens
-from nextn.kernels.ref.sampling import raw_logprobs, token_logprobs
-from nextn.models.inputs import PrefillInput, TreeInput
+from nextn.kernels.ref.sampling import SamplingBatch, raw_logprobs, token_logprobs
+from nextn.models.inputs import PrefillInput
 from nextn.models.weights import Models
 
 LOGIT_SLICE = 128
 """Prompt positions whose logits are held at once; each has a vocabulary of them."""
-
 
 CHAIN = MAX_TREE_NODES
 """Tokens a chain: a row's masks have so many bits."""
@@ -93,21 +93,17 @@ def prefill_step(models: Models, state: RowState, plan: PrefillWork, options: St
     at the prompt's end the token that was just sampled. Nothing is read back to the host, so a decode step of
     the rows that end here may be launched behind it at once.
     """
-    batch, ending = plan.last_rows, plan.last.shape[0]
+    batch = plan.last_rows
     assert batch.any_grammar == (plan.grammar is not None), "a batch with grammars needs its masks"
     states = models.target.prefill(plan.inputs, state.cache)  # [T, hidden]
     sampling = replace(state.sampling_batch(batch), grammar=plan.grammar)
     logits = models.target.logits(states.normed[plan.last]).unsqueeze(1)  # [F, 1, V]
     first = plan.inputs.positions[plan.last] + 1
-    noise = position_noise(models, sampling, first, 1, state.cache.dtype)
-    level = torch.zeros_like(plan.last).unsqueeze(1)  # [F, 1]
-    path, positions = no_path(sampling, ending), first.unsqueeze(1)
-    adjusted, after = adjust_logits(logits, sampling, path, positions)
-    tokens = pick_tokens(adjusted, after, noise, level)
+    tokens, adjusted = _choose_first(models, state, sampling, logits, first)
     logprobs = None
     if sampling.any_logprobs:
         logprobs = pack_logprobs(*chosen_logprobs(logits, adjusted, sampling, tokens))
-    emission = Emission(level, torch.ones_like(plan.last), tokens, logprobs)
+    emission = _of_roots(tokens, logprobs)
     roots = tokens.squeeze(1).clamp(min=0)
 
     if models.nextn is not None:
@@ -120,6 +116,21 @@ def prefill_step(models: Models, state: RowState, plan: PrefillWork, options: St
     state.root[batch.rows] = roots
     count_tokens(state, batch, emission.tokens, emission.valid)
     return Prefilled(pack(emission), _prompt_logprobs(models, states.normed, plan))
+
+
+def _choose_first(
+    models: Models, state: RowState, sampling: SamplingBatch, logits: Tensor, first: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The tokens [B, 1] of positions `first` [B] from logits [B, 1, V], and the logits adjusted."""
+    noise = position_noise(models, sampling, first, 1, state.cache.dtype)
+    path, positions = no_path(sampling, first.shape[0]), first.unsqueeze(1)
+    adjusted, after = adjust_logits(logits, sampling, path, positions)
+    return pick_tokens(adjusted, after, noise, torch.zeros_like(positions)), adjusted
+
+
+def _of_roots(tokens: Tensor, logprobs: Tensor | None = None) -> Emission:
+    """What a plain step would emit for these tokens [B, 1]."""
+    return Emission(torch.zeros_like(tokens), torch.ones_like(tokens).squeeze(1), tokens, logprobs)
 
 
 def _prompt_logprobs(models: Models, normed: Tensor, plan: PrefillWork) -> Tensor | None:
@@ -176,21 +187,11 @@ def chain_step(models: Models, state: RowState, chains: Tensor, options: StepOpt
     order = torch.arange(CHAIN, device=rows.device)
     valid = order < length.unsqueeze(1)
     end = (length - 1).clamp(min=0).unsqueeze(1)  # [B, 1], the last token
-    inputs = TreeInput(
-        tokens=tokens,
-        positions=place.positions,
-        mask=state.chain_mask[:CHAIN].expand_as(tokens),
-        valid=valid,
-        slots=place.slots,
-        prefix_lens=start,
-        page_table=place.page_table,
-    )
+    inputs = chain_input(state, place, tokens, valid)
     states = models.target.decode(inputs, state.cache)  # [B, CHAIN, hidden]
     sampling, first = state.sampling_batch(batch), start + length
     logits = models.target.logits(take(states.normed, end))  # [B, 1, V]
-    noise = position_noise(models, sampling, first, 1, state.cache.dtype)
-    path, positions = no_path(sampling, batch.size), first.unsqueeze(1)
-    chosen = pick_tokens(*adjust_logits(logits, sampling, path, positions), noise, torch.zeros_like(end))
+    chosen, _ = _choose_first(models, state, sampling, logits, first)
     roots = chosen.clamp(min=0)  # [B, 1]
 
     closing = torch.where(closes, rows, state.scratch_row)
@@ -202,4 +203,4 @@ def chain_step(models: Models, state: RowState, chains: Tensor, options: StepOpt
     state.n[closing] = first
     state.root[torch.where(samples, rows, state.scratch_row)] = roots.squeeze(1)
     count_tokens(state, batch, chosen, samples.unsqueeze(1))
-    return pack(Emission(torch.zeros_like(end), torch.ones_like(length), chosen))
+    return pack(_of_roots(chosen))

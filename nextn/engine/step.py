@@ -400,6 +400,19 @@ def catch_up(models: Models, state: RowState, batch: StepBatch) -> None:
     state.draft_len[rows] = draft_len + behind
 
 
+def chain_input(state: RowState, place: Place, tokens: Tensor, valid: Tensor) -> TreeInput:
+    """Tokens [B, M] one behind the other at `place`'s positions, each attending those before it."""
+    return TreeInput(
+        tokens=tokens,
+        positions=place.positions,
+        mask=state.chain_mask[: tokens.shape[1]].expand_as(tokens),
+        valid=valid,
+        slots=place.slots,
+        prefix_lens=place.n,
+        page_table=place.page_table,
+    )
+
+
 def extend_draft(
     models: Models,
     state: RowState,
@@ -414,15 +427,7 @@ def extend_draft(
     output [B, M, hidden], before shared_head.norm.
     """
     assert models.nextn is not None
-    inputs = TreeInput(
-        tokens=tokens,
-        positions=place.positions,
-        mask=state.chain_mask[: tokens.shape[1]].expand_as(tokens),
-        valid=valid,
-        slots=place.slots,
-        prefix_lens=place.n,
-        page_table=place.page_table,
-    )
+    inputs = chain_input(state, place, tokens, valid)
     return models.nextn.decode(inputs, states, state.cache).hidden
 
 

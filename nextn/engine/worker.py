@@ -208,19 +208,20 @@ class Worker:
         for chunk in chunks:
             self._set_pages(chunk.entry)
         scored = tuple(scored_positions(chunk) for chunk in chunks)
-        clock = PhaseClock(self.state.device)
-        if (chains := self._chains(chunks, scored)) is not None:
+        clock, rated = PhaseClock(self.state.device), None
+        chains = self._chains(chunks, scored)
+        if chains is None:
+            work = self._plan(chunks, scored)
+            clock.mark("start")
+            done = prefill_step(self.models, self.state, work, self.options)
+            result, rated = done.result, done.prompt_logprobs
+        else:
             assert self.graphs is not None
             clock.mark("start")
             result = self.graphs.prefill(chains)[: sum(chunk.is_last for chunk in chunks)]
-            clock.mark("prefill")
-            return LaunchedPrefill(tuple(chunks), HostCopy.start(result), scored, None, clock)
-        work = self._plan(chunks, scored)
-        clock.mark("start")
-        done = prefill_step(self.models, self.state, work, self.options)
         clock.mark("prefill")
-        rated = None if done.prompt_logprobs is None else HostCopy.start(done.prompt_logprobs)
-        return LaunchedPrefill(tuple(chunks), HostCopy.start(done.result), scored, rated, clock)
+        copy = None if rated is None else HostCopy.start(rated)
+        return LaunchedPrefill(tuple(chunks), HostCopy.start(result), scored, copy, clock)
 
     def _chains(self, chunks: Sequence[Chunk], scored: Sequence[range]) -> list[list[int]] | None:
         """A short step's chunks as chains, where steps are recorded; None where `prefill_step` must do it."""
