@@ -77,7 +77,15 @@ class Load:
         return 2 * (queries + self.entries * (LORA + ROPE) + HEADS * (NOPE + V) * LORA)
 
 
-LOADS = (Load(1, 2048, 0), Load(1, 2048, 2048), Load(1, 2048, 10240), Load(8, 1024, 0), Load(1, 16, 12288))
+LOADS = (
+    Load(1, 2048, 0),
+    Load(1, 2048, 2048),
+    Load(1, 2048, 10240),
+    Load(8, 1024, 0),
+    Load(1, 16, 12288),
+    Load(1, 128, 81920),
+    Load(1, 768, 81920),
+)
 
 
 def arguments(load: Load, device: torch.device) -> tuple[Any, ...]:

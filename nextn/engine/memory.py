@@ -10,7 +10,7 @@ import torch
 from nextn.config import MAX_TREE_NODES, EngineConfig, ModelConfig
 from nextn.engine.state import RING
 from nextn.errors import CapacityError, ConfigError
-from nextn.kernels.ref.attention import WORKSPACE_BYTES
+from nextn.kernels.ref.attention import PIECES_BYTES, WORKSPACE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def _prefill_bytes(cfg: ModelConfig, config: EngineConfig) -> int:
     stream = 4 * 2 * hidden + 4 * hidden  # residual, its norm, states of both models; one product in float32
     queries = 4 * cfg.num_attention_heads * (2 * cfg.qk_head_dim + cfg.v_head_dim)
     feed_forward = experts * 2 * hidden + 4 * 2 * width + 2 * width  # summands, gate and up, their product
-    return tokens * (stream + max(queries, feed_forward)) + WORKSPACE_BYTES
+    return tokens * (stream + max(queries, feed_forward)) + WORKSPACE_BYTES + PIECES_BYTES
 
 
 def _decode_bytes(cfg: ModelConfig, config: EngineConfig) -> int:

@@ -1,8 +1,9 @@
 """Causal attention of prefill over the paged latent cache, on expanded keys and values.
 
 For many queries expanded keys (nope + rope wide) cost a third of the absorbed ones' multiplications. cuBLAS
-expands a bounded part of the heads and requests at a time; each part sees its whole context, so no partial
-softmax is ever merged. One launch serves all requests of a part, its longest tiles first.
+expands a bounded part of the heads and requests at a time, each with its whole context. One launch serves all
+requests of a part, its longest tiles first. A short chunk behind a long prefix has too few tiles for the GPU,
+so these are cut into pieces of their keys, whose softmaxes a second launch merges in float32.
 """
 
 from __future__ import annotations
@@ -18,24 +19,34 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nextn.kernels.attention import processors_of
 from nextn.kernels.launch import LOG2_E, dot_block, launch_options, wait_for_inputs
-from nextn.kernels.ref.attention import WORKSPACE_BYTES
+from nextn.kernels.ref.attention import PIECES_BYTES, WORKSPACE_BYTES
 
 HEADS_AT_ONCE = 16  # heads that a part of several requests should hold, so that its launch fills the GPU
 GATHER_ROWS = 32  # entries that one program of the gather moves
-TILE_FIELDS = 4  # int32 numbers of a table row, whether request or tile
+TABLE_FIELDS = tl.constexpr(8)  # int32 numbers of a table row, whether request, piece or merge
+MERGE_ROWS = 16  # queries that one program of the merge takes
 ITEM_BYTES = 2  # bfloat16
 TMA_BOX = 256  # elements a side that one descriptor fetches at most
+MIN_PIECE = 4096  # keys that are worth a piece of their own, and the merge that it takes
+MAX_PIECES = 16  # of one tile
+MAX_WAVES = 2  # a request's tiles are cut into no more programs than run in so many waves
+START_KEYS = 256  # keys that a program could do in the time that it takes to start and to end
 
 
 class PrefillConfig(NamedTuple):
-    """Queries and keys of a tile, warps, pipeline stages, and whether whole key tiles come by TMA."""
+    """Queries and keys of a tile, warps, pipeline stages, whether whole key tiles come by TMA, keys a piece.
+
+    piece: the fewest keys for which a tile is cut; a multiple of block_n.
+    """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
     descriptors: bool
+    piece: int = MIN_PIECE
 
 
 class PrefillSizes(NamedTuple):
@@ -55,8 +66,11 @@ class Part(NamedTuple):
     longest: int  # of one
     heads: int
     request_row: int  # of its first request in the table
-    tile_row: int  # of its first tile
-    tiles: int
+    piece_row: int  # of its first piece; most tiles are one
+    pieces: int
+    merge_row: int  # of its first tile that is several pieces
+    merges: int
+    slots: int  # pieces of these tiles, whose results are merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +78,7 @@ class PrefillTiles:
     """The work of one prefill, the same for every layer; `plan_prefill_attention` makes it."""
 
     parts: tuple[Part, ...]
-    table: Tensor  # [rows, 4] int32 on the device: requests and tiles of all parts
+    table: Tensor  # [rows, TABLE_FIELDS] int32 on the device: requests, pieces and merges of all parts
     sizes: PrefillSizes
     config: PrefillConfig
 
@@ -80,14 +94,65 @@ def choose_config(sizes: PrefillSizes, longest_chunk: int) -> PrefillConfig:
 
 
 def workspace_bytes(entries: int, sizes: PrefillSizes) -> int:
-    """Most temporary bytes of one call, its output aside; `entries` of all requests, padded to key tiles.
+    """Most temporary bytes of one call, its output and `PIECES_BYTES` aside; `entries` of all requests.
 
-    Padding adds less than a key tile (`block_n` entries) a request. With entries of the longest request alone
-    it is the bound for any batch if it exceeds WORKSPACE_BYTES; otherwise that is the bound.
+    Entries are padded to key tiles, less than one (`block_n` entries) a request. With entries of the longest
+    request alone it is the bound for any batch if it exceeds WORKSPACE_BYTES; otherwise that is the bound.
     """
     one_head = entries * (sizes.width + sizes.nope + sizes.v) * ITEM_BYTES
     all_heads = entries * (sizes.width + sizes.heads * (sizes.nope + sizes.v)) * ITEM_BYTES
     return min(all_heads, max(WORKSPACE_BYTES, one_head))
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """One request's share of a plan, the same whatever the others are.
+
+    begin: its first new token. entries: padded. cut: pieces of its longest tile. slot_bytes: of the results
+    that are to be merged.
+    """
+
+    begin: int
+    chunk: int
+    prefix: int
+    entries: int
+    cut: int
+    slot_bytes: int
+
+    def pieces(self, rows: int, first: int, block_n: int) -> list[tuple[int, int]]:
+        """Bounds of the keys of each piece of a tile of `rows` queries from position `first`.
+
+        Bounds lie on whole key tiles before the diagonal, so every query sees the first key of its piece.
+        """
+        whole = (first + 1) // block_n
+        share = -(-(self.prefix + self.chunk) // (block_n * self.cut))
+        bounds = list(range(0, max(1, whole), share))
+        return list(pairwise([*(bound * block_n for bound in bounds), first + rows]))
+
+
+def _request(
+    begin: int, chunk: int, prefix: int, sizes: PrefillSizes, config: PrefillConfig, sms: int
+) -> _Request:
+    entries = -(-(prefix + chunk) // config.block_n) * config.block_n
+    programs = -(-chunk // config.block_m) * _heads_at_once(entries, sizes)
+    cut = _cut(programs, prefix + chunk, config.piece, sms)
+    slot_bytes = programs * cut * config.block_m * (sizes.v + 1) * 4
+    if cut == 1 or slot_bytes > PIECES_BYTES:
+        return _Request(begin, chunk, prefix, entries, 1, 0)
+    return _Request(begin, chunk, prefix, entries, cut, slot_bytes)
+
+
+def _cut(programs: int, keys: int, piece: int, sms: int) -> int:
+    """Into how many pieces to cut tiles of so many keys: those that keep all SMs busy to the end.
+
+    One program fills an SM, so programs run in waves.
+    """
+    most = min(MAX_PIECES, keys // piece, MAX_WAVES * sms // max(1, programs))
+
+    def duration(cut: int) -> float:
+        return -(-programs * cut // sms) * (keys / cut + START_KEYS)
+
+    return min(range(1, max(1, most) + 1), key=duration)
 
 
 def plan_prefill_attention(
@@ -97,56 +162,99 @@ def plan_prefill_attention(
     device: torch.device,
     *,
     config: PrefillConfig | None = None,
+    processors: int | None = None,
 ) -> PrefillTiles:
-    """Divide a prefill into parts and tiles and send their table to the device, without a synchronisation.
+    """Divide a prefill into parts and pieces and send their table to the device, without a synchronisation.
 
-    cu_seqlens R + 1 offsets of the requests' new tokens, prefix_lens R lengths already cached.
+    cu_seqlens R + 1 offsets of the requests' new tokens, prefix_lens R lengths already cached. processors: to
+    keep busy; by default those that the device has.
     """
     assert len(cu_seqlens) == len(prefix_lens) + 1, "cu_seqlens holds one number more than prefix_lens"
     chunks = [end - begin for begin, end in pairwise(cu_seqlens)]
     config = config or choose_config(sizes, max(chunks, default=0))
-    padded = [
-        -(-(prefix + chunk) // config.block_n) * config.block_n
-        for prefix, chunk in zip(prefix_lens, chunks, strict=True)
+    sms = processors or processors_of(device)
+    requests = [
+        _request(begin, chunk, prefix, sizes, config, sms)
+        for begin, chunk, prefix in zip(cu_seqlens, chunks, prefix_lens, strict=False)
     ]
-    parts: list[Part] = []
     rows: list[tuple[int, ...]] = []
-    for requests in _request_groups(padded, sizes):
-        entries, request_row, tiles = 0, len(rows), []
-        for request in range(requests.start, requests.stop):
-            begin, chunk, prefix = cu_seqlens[request], chunks[request], prefix_lens[request]
-            rows.append((begin, chunk, prefix, entries))
-            for start in range(0, chunk, config.block_m):
-                count = min(config.block_m, chunk - start)
-                tiles.append((begin + start, count, prefix + start, entries))
-            entries += padded[request]
-        tiles.sort(key=lambda tile: -tile[1] - tile[2])  # longest first, so that none starts last
-        work = (_heads_at_once(entries, sizes), request_row, len(rows), len(tiles))
-        parts.append(Part(requests, entries, max(padded[requests]), *work))
-        rows += tiles
-    table = torch.tensor(rows, dtype=torch.int32).view(-1, TILE_FIELDS)
+    groups = _request_groups(requests, sizes)
+    parts = [_lay_out(group, requests[group], sizes, config, rows) for group in groups]
+    padded = [row + (0,) * (TABLE_FIELDS.value - len(row)) for row in rows]
+    table = torch.tensor(padded, dtype=torch.int32).view(-1, TABLE_FIELDS.value)
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
-    return PrefillTiles(tuple(part for part in parts if part.tiles), table, sizes, config)
+    return PrefillTiles(tuple(part for part in parts if part.pieces), table, sizes, config)
 
 
-def _request_groups(entries: Sequence[int], sizes: PrefillSizes) -> list[slice]:
-    """Cut requests of so many entries into runs that fit the workspace with `HEADS_AT_ONCE` heads."""
+def _lay_out(
+    group: slice,
+    requests: Sequence[_Request],
+    sizes: PrefillSizes,
+    config: PrefillConfig,
+    rows: list[tuple[int, ...]],
+) -> Part:
+    """The part of some requests; appends its rows to the table.
+
+    A request's row: token, new tokens, prefix, entry. A piece's: token, queries, first position, the
+    request's entry, bounds of the keys, slot of the result (-1: it is the tile's). A merge's: token, queries,
+    first slot, slots.
+    """
+    entries, request_row = 0, len(rows)
+    tiles: list[tuple[int, int, int, int, list[tuple[int, int]]]] = []
+    for request in requests:
+        rows.append((request.begin, request.chunk, request.prefix, entries))
+        for start in range(0, request.chunk, config.block_m):
+            count, first = min(config.block_m, request.chunk - start), request.prefix + start
+            pieces = request.pieces(count, first, config.block_n)
+            tiles.append((request.begin + start, count, first, entries, pieces))
+        entries += request.entries
+    tiles.sort(key=lambda tile: -tile[1] - tile[2])  # longest first, so that none starts last
+    piece_row, slots, merges = len(rows), 0, []
+    for token, count, first, entry, pieces in tiles:
+        is_cut = len(pieces) > 1
+        if is_cut:
+            merges.append((token, count, slots, len(pieces)))
+        for begin, end in pieces:
+            rows.append((token, count, first, entry, begin, end, slots if is_cut else -1))
+            slots += is_cut
+    merge_row = len(rows)
+    rows += merges
+    reserved = sum(request.slot_bytes for request in requests) if len(requests) > 1 else 0
+    heads = _heads_at_once(entries, sizes, reserved)
+    longest = max(request.entries for request in requests)
+    return Part(
+        group,
+        entries,
+        longest,
+        heads,
+        request_row,
+        piece_row,
+        merge_row - piece_row,
+        merge_row,
+        len(merges),
+        slots,
+    )
+
+
+def _request_groups(requests: Sequence[_Request], sizes: PrefillSizes) -> list[slice]:
+    """Cut requests into runs that fit the workspace with `HEADS_AT_ONCE` heads."""
     heads = min(sizes.heads, HEADS_AT_ONCE)
-    most = WORKSPACE_BYTES // ITEM_BYTES // (sizes.width + heads * (sizes.nope + sizes.v))
+    entry = (sizes.width + heads * (sizes.nope + sizes.v)) * ITEM_BYTES
     groups: list[slice] = []
     start = total = 0
-    for request, count in enumerate(entries):
-        if request > start and total + count > most:
-            groups.append(slice(start, request))
-            start, total = request, 0
-        total += count
-    return [*groups, slice(start, len(entries))] if entries else []
+    for number, request in enumerate(requests):
+        need = request.entries * entry + request.slot_bytes
+        if number > start and total + need > WORKSPACE_BYTES:
+            groups.append(slice(start, number))
+            start, total = number, 0
+        total += need
+    return [*groups, slice(start, len(requests))] if requests else []
 
 
-def _heads_at_once(entries: int, sizes: PrefillSizes) -> int:
+def _heads_at_once(entries: int, sizes: PrefillSizes, reserved: int = 0) -> int:
     """Heads whose keys and values fit the workspace beside the entries: at least one, in equal shares."""
-    free = WORKSPACE_BYTES // ITEM_BYTES - entries * sizes.width
+    free = (WORKSPACE_BYTES - reserved) // ITEM_BYTES - entries * sizes.width
     most = max(1, free // max(1, entries * (sizes.nope + sizes.v)))
     rounds = -(-sizes.heads // most)
     return -(-sizes.heads // rounds)
@@ -245,6 +353,7 @@ def gather_entries(
         page_table.stride(0),
         latents.stride(0),
         PAGE_SIZE=cache_layer.shape[1],
+        FIELDS=TABLE_FIELDS,
         WIDTH=width,
         PADDING=plan.config.block_n,
         ROWS=GATHER_ROWS,
@@ -276,12 +385,18 @@ def attend_expanded(
         keys = TensorDescriptor.from_tensor(expanded, [config.block_n, nope])
         values = TensorDescriptor.from_tensor(expanded, [config.block_n, v])
         ropes = TensorDescriptor.from_tensor(entries[:, kv_lora:], [config.block_n, rope])
-    _prefill_attention_kernel[(part.tiles * heads,)](
+    mixed = peaks = None
+    if part.slots:
+        mixed = q.new_empty((part.slots, heads, config.block_m, v), dtype=torch.float32)
+        peaks = q.new_empty((part.slots, heads, config.block_m), dtype=torch.float32)
+    _prefill_attention_kernel[(part.pieces * heads,)](
         q,
         expanded,
         entries[:, kv_lora:],
         out,
-        plan.table[part.tile_row :],
+        mixed,
+        peaks,
+        plan.table[part.piece_row :],
         keys,
         ropes,
         values,
@@ -301,10 +416,27 @@ def attend_expanded(
         V_BLOCK=dot_block(v),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
+        FIELDS=TABLE_FIELDS,
         num_warps=config.warps,
         num_stages=config.stages,
         **launch_options(),
     )
+    if mixed is not None:
+        _merge_pieces_kernel[(part.merges, heads, triton.cdiv(config.block_m, MERGE_ROWS))](
+            mixed,
+            peaks,
+            out,
+            plan.table[part.merge_row :],
+            out.stride(0),
+            out.stride(1),
+            V=v,
+            V_BLOCK=triton.next_power_of_2(v),
+            BLOCK_M=config.block_m,
+            ROWS=min(MERGE_ROWS, config.block_m),
+            FIELDS=TABLE_FIELDS,
+            num_warps=4,
+            **launch_options(),
+        )
 
 
 def _fits_descriptor(entries: Tensor, kv_lora: int) -> bool:
@@ -326,6 +458,7 @@ def _gather_entries_kernel(  # type: ignore[no-untyped-def]
     table_stride,
     latent_stride,
     PAGE_SIZE: tl.constexpr,
+    FIELDS: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDING: tl.constexpr,
     ROWS: tl.constexpr,
@@ -334,10 +467,10 @@ def _gather_entries_kernel(  # type: ignore[no-untyped-def]
 ):
     wait_for_inputs(PDL)
     request = tl.program_id(1)
-    token = tl.load(requests_ptr + request * 4)
-    chunk = tl.load(requests_ptr + request * 4 + 1)
-    prefix = tl.load(requests_ptr + request * 4 + 2)
-    first_entry = tl.load(requests_ptr + request * 4 + 3)
+    token = tl.load(requests_ptr + request * FIELDS)
+    chunk = tl.load(requests_ptr + request * FIELDS + 1)
+    prefix = tl.load(requests_ptr + request * FIELDS + 2)
+    first_entry = tl.load(requests_ptr + request * FIELDS + 3)
     padded = tl.cdiv(prefix + chunk, PADDING) * PADDING
     position = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kept = position < padded
@@ -419,7 +552,7 @@ def _add_keys(  # type: ignore[no-untyped-def]
     if MASKED:
         column = tl.arange(0, keys.shape[0])
         scores = tl.where(column[None, :] < visible[:, None], scores, float("-inf"))
-    # The first block holds position 0, which every query sees, so peaks are finite from then on.
+    # Every query sees the first key of a piece, so peaks are finite from then on.
     new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
     weights = tl.exp2(scores * scale - new_peak[:, None])
     shrink = tl.exp2(peak - new_peak)
@@ -434,7 +567,9 @@ def _prefill_attention_kernel(  # type: ignore[no-untyped-def]
     expanded_ptr,
     ropes_ptr,
     out_ptr,
-    tiles_ptr,
+    mixed_ptr,
+    peaks_ptr,
+    pieces_ptr,
     keys_desc,
     ropes_desc,
     values_desc,
@@ -454,15 +589,19 @@ def _prefill_attention_kernel(  # type: ignore[no-untyped-def]
     V_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One piece of a tile's keys; into `out`, or into a slot of `mixed` and `peaks` that is merged later."""
     wait_for_inputs(PDL)
     head = tl.program_id(0) % heads
-    tile_ptr = tiles_ptr + (tl.program_id(0) // heads) * 4
-    token = tl.load(tile_ptr).to(tl.int64)
-    rows = tl.load(tile_ptr + 1)
-    first = tl.load(tile_ptr + 2)  # position of the first query
-    first_entry = tl.load(tile_ptr + 3)  # of the request
+    piece_ptr = pieces_ptr + (tl.program_id(0) // heads) * FIELDS
+    token = tl.load(piece_ptr).to(tl.int64)
+    rows = tl.load(piece_ptr + 1)
+    first = tl.load(piece_ptr + 2)  # position of the first query
+    first_entry = tl.load(piece_ptr + 3)  # of the request
+    begin = tl.load(piece_ptr + 4)
+    end = tl.load(piece_ptr + 5)
     q_ptr += token * q_token_stride + head * q_head_stride
     q_nope = _load_block(q_ptr, q_token_stride, rows, NOPE, BLOCK_M, NOPE_BLOCK)
     q_rope = _load_block(q_ptr + NOPE, q_token_stride, rows, ROPE, BLOCK_M, ROPE_BLOCK)
@@ -471,8 +610,8 @@ def _prefill_attention_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     # Blocks that every query sees wholly, then those that cross the diagonal.
-    whole = (first + 1) // BLOCK_N * BLOCK_N
-    for start in range(0, whole, BLOCK_N):
+    whole = tl.minimum((first + 1) // BLOCK_N * BLOCK_N, end)
+    for start in range(begin, whole, BLOCK_N):
         keys, ropes, values = _load_keys(
             keys_desc, ropes_desc, values_desc, expanded_ptr, ropes_ptr, first_entry + start, column,
             expanded_stride, entry_stride, NOPE, ROPE, V, NOPE_BLOCK, ROPE_BLOCK, V_BLOCK, BLOCK_N,
@@ -480,7 +619,7 @@ def _prefill_attention_kernel(  # type: ignore[no-untyped-def]
         mixed, total, peak = _add_keys(
             mixed, total, peak, q_nope, q_rope, keys, ropes, values, scale, total, False
         )
-    for start in range(whole, first + rows, BLOCK_N):
+    for start in range(whole, end, BLOCK_N):
         keys, ropes, values = _load_keys(
             keys_desc, ropes_desc, values_desc, expanded_ptr, ropes_ptr, first_entry + start, column,
             expanded_stride, entry_stride, NOPE, ROPE, V, NOPE_BLOCK, ROPE_BLOCK, V_BLOCK, BLOCK_N,
@@ -491,7 +630,60 @@ def _prefill_attention_kernel(  # type: ignore[no-untyped-def]
         )
     row = tl.arange(0, BLOCK_M)
     value = tl.arange(0, V_BLOCK)
+    result = mixed / total[:, None]
+    stored = (row < rows)[:, None] & (value < V)[None, :]
+    if mixed_ptr is not None:
+        slot = tl.load(piece_ptr + 6)
+        if slot >= 0:
+            place = (slot.to(tl.int64) * heads + head) * BLOCK_M
+            tl.store(mixed_ptr + place * V + row[:, None] * V + value[None, :], result, mask=stored)
+            tl.store(peaks_ptr + place + row, peak + tl.log2(total), mask=row < rows)
+            return
     address = out_ptr + token * out_token_stride + head * out_head_stride
     address += row[:, None].to(tl.int64) * out_token_stride + value[None, :]
-    result = (mixed / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(address, result, mask=(row < rows)[:, None] & (value < V)[None, :])
+    tl.store(address, result.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _merge_pieces_kernel(  # type: ignore[no-untyped-def]
+    mixed_ptr,
+    peaks_ptr,
+    out_ptr,
+    merges_ptr,
+    out_token_stride,
+    out_head_stride,
+    V: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Some queries of one tile and head: the mean of its pieces' results, weighted by their softmax sums."""
+    wait_for_inputs(PDL)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
+    merge_ptr = merges_ptr + tl.program_id(0) * FIELDS
+    token = tl.load(merge_ptr).to(tl.int64)
+    rows = tl.load(merge_ptr + 1)
+    slot = tl.load(merge_ptr + 2).to(tl.int64)
+    count = tl.load(merge_ptr + 3)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    value = tl.arange(0, V_BLOCK)
+    kept = (row < rows)[:, None] & (value < V)[None, :]
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mean = tl.zeros([ROWS, V_BLOCK], tl.float32)
+    for index in range(count):
+        place = ((slot + index) * heads + head) * BLOCK_M + row
+        # Rows without a query hold anything; zeros keep them finite.
+        peak = tl.load(peaks_ptr + place, mask=row < rows, other=0.0)
+        result = tl.load(mixed_ptr + place[:, None] * V + value[None, :], mask=kept, other=0.0)
+        new_best = tl.maximum(best, peak)
+        shrink = tl.exp2(best - new_best)
+        weight = tl.exp2(peak - new_best)
+        mean = mean * shrink[:, None] + result * weight[:, None]
+        total = total * shrink + weight
+        best = new_best
+    address = out_ptr + (token + row)[:, None] * out_token_stride + head * out_head_stride + value[None, :]
+    tl.store(address, (mean / total[:, None]).to(out_ptr.dtype.element_ty), mask=kept)

@@ -53,8 +53,14 @@ def _inputs(chunks: list[int], prefixes: list[int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("chunks", "prefixes"),
-    [([2048], [0]), ([300], [4133]), ([1, 700, 65, 128], [3000, 0, 129, 1]), ([7, 64], [500, 0])],
-    ids=["whole prompt", "later chunk", "mixed batch", "short chunks"],
+    [
+        ([2048], [0]),
+        ([300], [4133]),
+        ([1, 700, 65, 128], [3000, 0, 129, 1]),
+        ([7, 64], [500, 0]),
+        ([300, 40], [16_000, 9000]),
+    ],
+    ids=["whole prompt", "later chunk", "mixed batch", "short chunks", "tiles in pieces"],
 )
 @pytest.mark.parametrize("descriptors", [True, False], ids=["tma", "pointers"])
 def test_the_kernel_agrees_with_its_twin(chunks, prefixes, descriptors):

@@ -109,6 +109,88 @@ def test_parts_and_groups_of_heads_change_no_bit(device, monkeypatch):
     assert_close(prefill_attention(**args, plan=plan), whole, "bitwise")
 
 
+CUT = PrefillConfig(16, 16, 4, 2, False, piece=32)
+
+
+def every_way_to_cut(monkeypatch: pytest.MonkeyPatch, cut: int) -> None:
+    """Cut every tile into up to `cut` pieces, as far as it has keys for them."""
+    monkeypatch.setattr(prefill, "_cut", lambda programs, keys, piece, sms: max(1, min(cut, keys // piece)))
+
+
+@pytest.mark.parametrize("shape", [TINY, WHOLE, ODD], ids=["tiny", "whole", "odd"])
+@pytest.mark.parametrize("cut", [2, 3, 16])
+def test_tiles_cut_into_pieces_of_their_keys_give_the_same(shape, cut, device, monkeypatch):
+    """Beside tiles that are not; the diagonal on, before and behind a piece's bound."""
+    every_way_to_cut(monkeypatch, cut)
+    for chunks, prefixes in (([1, 40, 5], [63, 100, 8]), ([17], [111]), ([16], [64])):
+        args = inputs(chunks, prefixes, shape, 4, device)
+        plan = plan_prefill_attention(
+            args["cu_seqlens"], args["prefix_lens"], sizes_of(shape), device, config=CUT
+        )
+        assert all(part.merges for part in plan.parts)
+        assert_close(prefill_attention(**args, plan=plan), twin(**args), "bf16-attention")
+
+
+def test_pieces_come_by_tma_too(device, monkeypatch):
+    every_way_to_cut(monkeypatch, 3)
+    args = inputs([20, 3], [90, 70], WHOLE, 4, device)
+    out = prefill_attention(**args, config=TMA._replace(piece=32))
+    assert_close(out, twin(**args), "bf16-attention")
+
+
+@given(
+    chunk=st.integers(1, 300),
+    prefix=st.integers(0, 3000),
+    cut=st.integers(1, 16),
+    block=st.sampled_from([16, 32, 64]),
+)
+def test_pieces_cover_a_tile_s_keys_once_and_begin_where_all_its_queries_see(chunk, prefix, cut, block):
+    request = prefill._Request(0, chunk, prefix, 0, cut, 0)
+    for start in range(0, chunk, 64):
+        rows, first = min(64, chunk - start), prefix + start
+        pieces = request.pieces(rows, first, block)
+        assert 1 <= len(pieces) <= cut
+        assert [begin for begin, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
+        assert pieces[-1][1] == first + rows
+        assert all(begin % block == 0 and begin <= first and begin < end for begin, end in pieces)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "keys", "expected"),
+    [
+        (1, 4000, 1),
+        (1, 100_000, 16),
+        (16, 100_000, 8),
+        (48, 80_000, 5),
+        (128, 100_000, 1),
+        (256, 100_000, 1),
+    ],
+)
+def test_few_tiles_are_cut_so_that_all_processors_work(tiles, keys, expected):
+    """Programs run in whole waves: 16 tiles in 8 pieces fill one of 132, 48 in 5 pieces two."""
+    assert prefill._cut(tiles, keys, prefill.MIN_PIECE, 132) == expected
+
+
+def test_how_a_request_is_cut_does_not_depend_on_its_neighbours(device):
+    """Alone and in a batch the same pieces, and so the same bits."""
+    config = PrefillConfig(16, 16, 4, 2, False, piece=16)
+    args = inputs([9, 18, 40], [35, 86, 21], WHOLE, 4, device)
+    middle = {
+        "q": args["q"][9:27],
+        "latents": args["latents"][9:27],
+        "page_table": args["page_table"][1:2],
+        "cu_seqlens": (0, 18),
+        "prefix_lens": (86,),
+    }
+    many, one = (
+        plan_prefill_attention(*lengths, sizes_of(WHOLE), device, config=config, processors=132)
+        for lengths in ((args["cu_seqlens"], args["prefix_lens"]), ((0, 18), (86,)))
+    )
+    assert one.parts[0].merges
+    out = prefill_attention(**args, plan=many)
+    assert_close(out[9:27], prefill_attention(**args | middle, plan=one), "bitwise")
+
+
 def test_a_request_s_output_does_not_depend_on_its_neighbours(device):
     """Alone, and between a request that ends in NaN and one that begins with NaN: the same bits."""
     args = inputs([9, 18, 12], [5, 6, 21], WHOLE, 4, device)
@@ -155,12 +237,14 @@ def test_tiles_cover_every_token_once_and_the_longest_come_first():
     chunks, prefixes = [70, 1, 33], [5, 900, 0]
     plan = plan_prefill_attention((0, 70, 71, 104), prefixes, sizes_of(TINY), torch.device("cpu"), config=TMA)
     (part,) = plan.parts
-    assert plan.table[: part.tile_row].tolist() == [[0, 70, 5, 0], [70, 1, 900, 80], [71, 33, 0, 992]]
-    tiles = plan.table[part.tile_row :].tolist()
-    assert len(tiles) == part.tiles
+    requests = plan.table[: part.piece_row, :4].tolist()
+    assert requests == [[0, 70, 5, 0], [70, 1, 900, 80], [71, 33, 0, 992]]
+    tiles = plan.table[part.piece_row :].tolist()
+    assert len(tiles) == part.pieces
+    assert part.slots == part.merges == 0
     tokens = [token for begin, rows, *_ in tiles for token in range(begin, begin + rows)]
     assert sorted(tokens) == list(range(104))
-    seen = [first + rows for _, rows, first, _ in tiles]
+    seen = [first + rows for _, rows, first, *_ in tiles]
     assert seen == sorted(seen, reverse=True)
     assert part.longest == 912
     assert part.entries == sum(-(-(a + b) // 16) * 16 for a, b in zip(chunks, prefixes, strict=True))

@@ -23,6 +23,9 @@ WORKSPACE_BYTES = 512 << 20
 """Bound on the kernel's gathered entries and expanded keys and values together; one head of one request may
 exceed it."""
 
+PIECES_BYTES = 64 << 20
+"""Bound on what one request's tiles add to that where they are cut into pieces."""
+
 MAX_TREE_NODES = 64
 """Bits of a mask: nodes a row, and entries of a tail."""
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from nextn.kernels import prefill
-from nextn.kernels.prefill import PrefillConfig, PrefillSizes
+from nextn.kernels.prefill import PrefillConfig, PrefillSizes, plan_prefill_attention
 
+PROCESSORS = 132
 HEADS, NOPE, ROPE, V, LORA, PAGE = 16, 128, 64, 128, 512, 64
 
 
@@ -17,6 +18,10 @@ def _attend(
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
 
+    sizes = PrefillSizes(HEADS, nope, v, LORA + ROPE)
+    plan = plan_prefill_attention(
+        (0, chunk), (prefix,), sizes, torch.device("cpu"), config=config, processors=PROCESSORS
+    )
     weight = zeros(HEADS, nope + v, LORA)
     pages = -(-prefix // PAGE)
     prefill.prefill_attention(
@@ -29,12 +34,16 @@ def _attend(
         weight[:, :nope],
         weight[:, nope:],
         0.1,
-        config=config,
+        plan=plan,
     )
 
 
 def chunk_after_a_prefix() -> None:
     _attend(256, 128)
+
+
+def chunk_in_pieces() -> None:
+    _attend(128, 1024, PrefillConfig(128, 64, 8, 3, True, piece=64))
 
 
 def short_chunk() -> None:
