@@ -24,6 +24,11 @@ READING = 256
 """Tokens' arithmetic for which reading all the weights takes about as long, which every step does once."""
 
 
+PRODUCTS = 2.5
+"""How many times as long the layers' products take as attention of as many FLOPs: on an H200 about 200
+TFLOP/s, the experts' dequantising included, against 515."""
+
+
 class Span(Protocol):
     """`length` tokens of one request from `start`."""
 
@@ -38,8 +43,8 @@ class PrefillPace:
     """Chunks that take at most `max_seconds`, by what the steps before took. It has no clock of its own.
 
     A step of chunks (start, length) costs fixed + the sum of linear * length + attended * length * (start +
-    length / 2) + reread * (start + length), each in FLOPs: the layers' products, attention's, and those that
-    make keys and values of the latents so far. Seconds are a factor times that; the factor is learnt.
+    length / 2) + reread * (start + length), each in attention's FLOPs: the layers' products, attention's, and
+    those that make keys and values of the latents so far. Seconds are a factor times that, which is learnt.
 
     A short step takes longer than its arithmetic says, which tells nothing of longer ones. So the factor goes
     down with any step that was faster than predicted, and up only with one that took longer than it may.
@@ -70,7 +75,7 @@ class PrefillPace:
         dense = 3 * hidden * cfg.intermediate_size
         feed_forward = sum(routed if cfg.is_moe(layer) else dense for layer in range(layers))
         merge = 2 * hidden * hidden * cfg.has_nextn
-        linear = 2.0 * (layers * attention + feed_forward + merge)
+        linear = PRODUCTS * 2.0 * (layers * attention + feed_forward + merge)
         return PrefillPace(
             linear=linear,
             attended=2.0 * layers * heads * (cfg.qk_head_dim + cfg.v_head_dim),

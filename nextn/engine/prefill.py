@@ -194,13 +194,14 @@ def chain_step(models: Models, state: RowState, chains: Tensor, options: StepOpt
     chosen, _ = _choose_first(models, state, sampling, logits, first)
     roots = chosen.clamp(min=0)  # [B, 1]
 
-    closing = torch.where(closes, rows, state.scratch_row)
+    # What the others write goes to the scratch row, whose length stays 0: it pads decode steps.
+    closing, reached = torch.where(closes, rows, state.scratch_row), torch.where(closes, first, 0)
     if models.nextn is not None:
         following = torch.where((order == end) & samples.unsqueeze(1), roots, following)
         output = extend_draft(models, state, place, following, draft_hidden(states, options), valid)
         state.draft_state[closing] = take(output, end).squeeze(1)
-        state.draft_len[closing] = first
-    state.n[closing] = first
+        state.draft_len[closing] = reached
+    state.n[closing] = reached
     state.root[torch.where(samples, rows, state.scratch_row)] = roots.squeeze(1)
     count_tokens(state, batch, chosen, samples.unsqueeze(1))
     return pack(_of_roots(chosen))

@@ -23,7 +23,7 @@ from nextn.engine.graphs import CATCH_UP, HostCopy, NodeMasks, Shape, StepGraphs
 from nextn.engine.launched import Launched, LaunchedPrefill
 from nextn.engine.memory import plan_memory
 from nextn.engine.phases import PhaseClock
-from nextn.engine.prefill import PrefillWork, chains_of, prefill_step
+from nextn.engine.prefill import CHAIN, PrefillWork, chains_of, prefill_step
 from nextn.engine.request import SamplingParams
 from nextn.engine.scheduler import Chunk, Running
 from nextn.engine.state import RING, RowState, StepBatch
@@ -80,7 +80,8 @@ class Worker:
                 f"{cfg.max_position_embeddings}; use at most that"
             )
         check_kernels(cfg, device, dtype)
-        slack = 2 * config.largest_tree + RING
+        # Two steps' nodes behind the last token, or a chain's padding.
+        slack = max(2 * config.largest_tree + RING, CHAIN)
         models = build_models(model_dir, cfg, config, device, dtype, asked + slack)
         memory = plan_memory(cfg, config, device, dtype, asked)
         try:

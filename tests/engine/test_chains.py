@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from nextn.config import EngineConfig, ModelConfig, SpecConfig
 from nextn.engine.engine import Engine
 from nextn.engine.prefill import CHAIN, HEADER, MAX_CHAINS, chain_step, chains_of
 from nextn.engine.scheduler import PrefillBatch
+from nextn.engine.worker import Worker
 from tests.compare import assert_close
-from tests.tiny import prompt_of, request, tiny_engine
+from tests.tiny import TINY, prompt_of, request, tiny_engine
 
 OPTIONS: dict[str, Any] = {
     "temperature": 0.8, "top_k": 10, "top_p": 0.9, "frequency_penalty": 0.4, "logit_bias": ((5, 1.0),),
@@ -65,10 +67,26 @@ def test_chains_leave_what_a_prefill_step_leaves(lengths: tuple[int, ...], optio
                 assert second.root[row] == first.root[row]
             if "frequency_penalty" in options:  # else nobody reads them
                 assert torch.equal(second.sampling.counts[row], first.sampling.counts[row])
+        assert second.n[second.scratch_row] == second.draft_len[second.scratch_row] == 0
         following = [engine.scheduler.next_batch() for engine in engines]
         if not all(isinstance(batch, PrefillBatch) for batch in following):
             break
         batches = [batch for batch in following if isinstance(batch, PrefillBatch)]
+
+
+@pytest.mark.parametrize("spec", [None, SpecConfig(2, 4, 4)], ids=["plain", "2/4/4"])
+def test_a_chain_s_padding_has_positions_up_to_the_longest_prompt(spec: SpecConfig | None) -> None:
+    """Its 64 positions are all read, whatever it holds: none may lie behind the table of angles."""
+    config = EngineConfig(
+        spec=spec, load_format="dummy", device="cpu", num_pages=8, max_model_len=130, chunked_prefill_size=129
+    )
+    cfg = ModelConfig.from_dict(TINY)
+    engine = Engine(Worker.build(None, cfg, config), config, None, frozenset())
+    batch = _chunks(engine, (129,), max_tokens=1)
+    for chunk in batch.chunks:
+        engine._start(chunk.entry)
+        engine.worker._set_pages(chunk.entry)
+    assert len(_run(engine, batch, padding=1)) == 1
 
 
 def test_long_chunks_and_long_prefixes_are_no_work_for_chains() -> None:
