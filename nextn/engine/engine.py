@@ -18,6 +18,7 @@ from nextn.engine.grammar import CompiledGrammar, Grammars, Vocabulary
 from nextn.engine.launched import Launched, LaunchedPrefill
 from nextn.engine.pace import PrefillPace
 from nextn.engine.pages import PagePool
+from nextn.engine.prefill import CHAIN, MAX_CHAINS
 from nextn.engine.request import (
     MAX_BANNED,
     FinishReason,
@@ -39,6 +40,10 @@ logger = logging.getLogger(__name__)
 PIPELINE_DEPTH = 2
 """Steps in flight where launching does not wait: one runs, one is queued behind it. A row's page table has
 room for no more."""
+
+WARM_UP_TOKENS = 8 * 1024 + MAX_CHAINS * CHAIN + 1
+"""A prompt that ends, by chunks of any power of two, with one too long for chains behind a prefix so long
+that attention's tiles are cut."""
 
 
 @dataclass(slots=True, eq=False)
@@ -114,8 +119,29 @@ class Engine:
         if config.spec is not None and not worker.can_draft:
             logger.warning("%s has no NextN layer: decoding runs without speculation", model_dir)
         eos = frozenset(cfg.eos_token_ids) | (tokenizer.eos_token_ids if tokenizer else frozenset())
+        engine = Engine(worker, config, tokenizer, eos)
+        if worker.graphs is not None:
+            engine.warm_up()
         logger.info("model ready after %.1f s", time.perf_counter() - started)
-        return Engine(worker, config, tokenizer, eos)
+        return engine
+
+    def warm_up(self) -> None:
+        """Compute a long prompt and forget it, so that no request waits for prefill's kernels to compile.
+
+        Long chunks, and a short one behind a long prefix; short prompts are captured. It also tells the
+        pace how long prefill takes here.
+        """
+        started = time.perf_counter()
+        room = self.pool.num_pages * self.pool.page_size - self._reserve
+        length = min(WARM_UP_TOKENS, self.max_model_len - 1, room - 1)
+        if length < 1:
+            return
+        self.add(Request("warm-up", [0] * length, SamplingParams(max_tokens=1, ignore_eos=True)))
+        while self.has_work():
+            self.step()
+        self.scheduler.cache.clear()
+        self.counters = Stats()
+        logger.info("warmed up prefill in %.1f s", time.perf_counter() - started)
 
     @property
     def max_model_len(self) -> int:

@@ -12,7 +12,10 @@ from typing import Protocol
 from nextn.config import ModelConfig
 
 MIN_CHUNK = 128
-"""Tokens that a step may compute in any case, so that every prompt ends."""
+"""Tokens that a step may compute in any case, so that every prompt ends: those of one tile."""
+
+MANY_TILES = 4
+"""Chunks of fewer are not cut to whole tiles: they could hardly grow."""
 
 OUTLIER = 4.0
 """A step that takes so many times what was predicted is taken for a kernel's first compilation, once."""
@@ -88,11 +91,15 @@ class PrefillPace:
         """Of `wanted` tokens from `start`, how many to compute in a step that computes `beside` too.
 
         All of them until a step was measured. At least `MIN_CHUNK`, or `wanted`, in a step of their own.
+        Where it is many but not all, whole tiles of attention's: the rest of one would take as long.
         """
         if self._scale is None:
             return wanted
         left = self.max_seconds / self._scale - self._fixed - sum(map(self._cost, beside))
-        return min(wanted, max(0 if beside else MIN_CHUNK, self._fits(start, left)))
+        fits = self._fits(start, left)
+        if fits >= MANY_TILES * MIN_CHUNK:
+            fits -= fits % MIN_CHUNK
+        return min(wanted, max(0 if beside else MIN_CHUNK, fits))
 
     def observe(self, chunks: Sequence[Span], seconds: float) -> None:
         """Learn from a step's time, but for the process's first one and for one that took far too long."""

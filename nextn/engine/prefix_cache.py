@@ -182,6 +182,11 @@ class PrefixCache:
         for each in reversed([top, *self._below(top)]):
             self._evict(each)
 
+    def clear(self) -> None:
+        """Evict every page that no request holds."""
+        for node in list(self._idle):  # children first
+            self._evict(node)
+
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise `AssertionError` unless running requests' `tables` and the trie hold all pages in use.
 

@@ -31,7 +31,7 @@ ITEM_BYTES = 2  # bfloat16
 TMA_BOX = 256  # elements a side that one descriptor fetches at most
 MIN_PIECE = 4096  # keys that are worth a piece of their own, and the merge that it takes
 MAX_PIECES = 16  # of one tile
-MAX_WAVES = 2  # a request's tiles are cut into no more programs than run in so many waves
+MAX_WAVES = 4  # a request's tiles are cut into no more programs than run in so many waves
 START_KEYS = 256  # keys that a program could do in the time that it takes to start and to end
 
 
@@ -561,7 +561,7 @@ def _add_keys(  # type: ignore[no-untyped-def]
     return mixed, total, new_peak
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])  # parts of one prompt have other numbers of them
 def _prefill_attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
     expanded_ptr,

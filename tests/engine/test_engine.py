@@ -10,6 +10,7 @@ import torch
 from nextn.config import SpecConfig
 from nextn.engine.request import Request, SamplingParams
 from nextn.engine.state import StepBatch
+from nextn.engine.stats import Stats
 from nextn.engine.step import plain_step, spec_step
 from nextn.errors import ConfigError, RequestError
 from tests.tiny import assert_idle, drain, poison_freed_pages, prompt_of, request, run, tiny_engine
@@ -263,3 +264,19 @@ def test_a_shape_that_was_not_reserved_is_refused() -> None:
     engine = tiny_engine(spec=SPEC)
     with pytest.raises(ConfigError, match="above the 4 that this engine reserved"):
         engine.set_spec(SpecConfig(5, 8, 32))
+
+
+@pytest.mark.parametrize(
+    "room", [{}, {"max_model_len": 2}, {"num_pages": 1}], ids=["long", "short", "one page"]
+)
+def test_a_warm_up_leaves_nothing_behind(room: dict[str, int]) -> None:
+    """No page, no count; and the engine goes on as if it were new."""
+    engine = tiny_engine(**room)
+    engine.warm_up()
+    engine.check_integrity()
+    assert engine.pool.free == engine.pool.num_pages
+    assert engine.counters == Stats()
+    assert not engine.has_work()
+    prompt = prompt_of(1, 3)
+    fresh = run(tiny_engine(**room), [request("a", prompt, max_tokens=1, temperature=0.0)])
+    assert run(engine, [request("a", prompt, max_tokens=1, temperature=0.0)]) == fresh

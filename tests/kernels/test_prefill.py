@@ -161,13 +161,14 @@ def test_pieces_cover_a_tile_s_keys_once_and_begin_where_all_its_queries_see(chu
         (1, 4000, 1),
         (1, 100_000, 16),
         (16, 100_000, 8),
-        (48, 80_000, 5),
+        (48, 80_000, 11),
+        (144, 51_000, 3),
         (128, 100_000, 1),
         (256, 100_000, 1),
     ],
 )
 def test_few_tiles_are_cut_so_that_all_processors_work(tiles, keys, expected):
-    """Programs run in whole waves: 16 tiles in 8 pieces fill one of 132, 48 in 5 pieces two."""
+    """Programs run in whole waves: 16 tiles in 8 pieces fill one of 132, 48 in 11 four."""
     assert prefill._cut(tiles, keys, prefill.MIN_PIECE, 132) == expected
 
 
