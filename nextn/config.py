@@ -418,8 +418,9 @@ class EngineConfig:
     spec: the tree's shape, or None for plain decoding. draft_model: directory to take the NextN layer from,
     instead of the model's own. draft_hidden: target states that the draft reads, after or before model.norm.
     max_model_len: most tokens of a request, prompt and output together. page_size: tokens a cache page.
-    mem_fraction: share of a GPU's memory for weights and cache together. prefix_cache: whether pages of
-    earlier requests serve those that begin alike. chunked_prefill_size: most tokens a prefill step.
+    mem_fraction: share of a GPU's memory that may be in use in all, other processes included. prefix_cache:
+    whether pages of earlier requests serve those that begin alike. max_waiting_requests: what a server lets
+    wait; an engine by itself queues any number. chunked_prefill_size: most tokens a prefill step.
     max_prefill_ms: about how long a prefill step may take while other requests decode; 0 is no limit. seed:
     of random (dummy) weights. max_draft_tokens: largest D that `spec` may be changed to later; 0 adds nothing
     to `spec` itself. cuda_graphs: in bfloat16 on a GPU, record each decode step once and replay it.

@@ -1,6 +1,7 @@
 """The engine: requests in, outputs out, one step at a time; one thread uses it (any may call `validate`).
 
-A request ends with exactly one final output: by a stop token, a stop string, its token limit or an abort.
+A request ends with exactly one final output: by a stop token, a stop string, its token limit, an abort, or an
+error where no token can follow.
 Steps form a pipeline: the next one is planned and launched while the one before runs.
 """
 
@@ -10,12 +11,14 @@ import logging
 import secrets
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from nextn.config import EngineConfig, ModelConfig, SpecConfig
 from nextn.engine.grammar import CompiledGrammar, Grammars, Vocabulary
-from nextn.engine.launched import Launched, LaunchedPrefill
+from nextn.engine.launched import PIPELINE_DEPTH, Launched, LaunchedPrefill
 from nextn.engine.pace import PrefillPace
 from nextn.engine.pages import PagePool
 from nextn.engine.prefill import CHAIN, MAX_CHAINS
@@ -28,7 +31,7 @@ from nextn.engine.request import (
     TokenLogprobs,
 )
 from nextn.engine.scheduler import PrefillBatch, Running, Scheduler
-from nextn.engine.stats import Stats
+from nextn.engine.stats import Stats, StepReport
 from nextn.engine.worker import Worker
 from nextn.errors import ConfigError, RequestError
 from nextn.kernels.ref.sampling import NO_TOKEN
@@ -36,10 +39,6 @@ from nextn.text import Detokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
 
-
-PIPELINE_DEPTH = 2
-"""Steps in flight where launching does not wait: one runs, one is queued behind it. A row's page table has
-room for no more."""
 
 WARM_UP_TOKENS = 8 * 1024 + MAX_CHAINS * CHAIN + 1
 """A prompt that ends, by chunks of any power of two, with one too long for chains behind a prefix so long
@@ -72,6 +71,7 @@ class Engine:
 
     depth: steps in flight at most, at most `PIPELINE_DEPTH`; with 1 each lands as soon as it is launched.
     spec: the tree's shape of the next decode step, or None for plain decoding; it may change between steps.
+    on_step: called with each step that has landed.
     tokenizer: None with dummy weights, which come without tokenizer files; outputs then carry no text.
     grammars: compiles what a request's text must match; None where there is no tokenizer.
     """
@@ -107,7 +107,10 @@ class Engine:
         self.depth = PIPELINE_DEPTH if worker.runs_ahead else 1
         self._streams: dict[str, _Stream] = {}
         self._pending: list[Output] = []
+        self.on_step: Callable[[StepReport], None] = lambda report: None
         self._flying: deque[Launched | LaunchedPrefill] = deque()
+        self._launch_times: deque[float] = deque()
+        self._landed = 0.0
 
     @staticmethod
     def from_config(model_dir: Path, config: EngineConfig) -> Engine:
@@ -283,12 +286,14 @@ class Engine:
         batch = self.scheduler.next_batch(in_flight=bool(self._flying))
         if batch is None:
             return False
+        started = time.perf_counter()
         if isinstance(batch, PrefillBatch):
             for chunk in batch.chunks:
                 self._start(chunk.entry)
             self._flying.append(self.worker.prefill(batch.chunks))
         else:
             self._flying.append(self.worker.launch(batch.entries, self._spec))
+        self._launch_times.append(started)
         return True
 
     def _awaits_tokens(self) -> bool:
@@ -303,6 +308,7 @@ class Engine:
             return
         if stream.entry is None:
             stream.cached_tokens = entry.cached
+            self.counters.queried_tokens += len(entry.request.prompt_tokens)
             self.counters.cached_tokens += entry.cached
         stream.entry = entry
         matcher = stream.grammar.matcher() if stream.grammar else None
@@ -317,6 +323,7 @@ class Engine:
             "preemptions": self.scheduler.num_preemptions,
             "prompt_tokens": counters.prompt_tokens,
             "generated_tokens": counters.generated_tokens,
+            "queried_tokens": counters.queried_tokens,
             "cached_tokens": counters.cached_tokens,
             "prefill_steps": counters.prefill_steps,
             "decode_steps": counters.decode_steps,
@@ -325,6 +332,7 @@ class Engine:
             "cycles": counters.acceptance.cycles,
             "emitted": counters.acceptance.emitted,
             "drafted": counters.acceptance.drafted,
+            "accepted": counters.acceptance.emitted - counters.acceptance.cycles,
             "accept_length": counters.acceptance.length,
             "pages": self.pool.num_pages,
             "pages_free": self.pool.free,
@@ -345,6 +353,7 @@ class Engine:
             self.abort(request_id)
         self._pending.clear()
         self._flying.clear()
+        self._launch_times.clear()
 
     def _land(self) -> list[Output]:
         """Wait for the oldest step in flight and deliver what it brought."""
@@ -353,11 +362,19 @@ class Engine:
             return self._land_prefill(flying)
         return self._land_decode(flying)
 
+    def _report(self, kind: Literal["prefill", "decode"], rows: int, tokens: int) -> None:
+        """Say how long the step took that has just landed."""
+        now, began = time.perf_counter(), max(self._launch_times.popleft(), self._landed)
+        self._landed = now
+        self.on_step(StepReport(kind, rows, tokens, now - began))
+
     def _land_prefill(self, flying: LaunchedPrefill) -> list[Output]:
         """Deliver the first tokens of requests that are still open."""
         emitted = flying.wait()
         self.counters.prefill_steps += 1
-        self.counters.prompt_tokens += sum(chunk.length for chunk in flying.chunks)
+        computed = sum(chunk.length for chunk in flying.chunks)
+        self.counters.prompt_tokens += computed
+        self._report("prefill", len(flying.chunks), computed)
         if self._pace is not None:
             self._pace.observe(flying.chunks, flying.seconds)
         rows = zip(flying.entries, emitted.tokens, emitted.logprobs, strict=True)
@@ -367,6 +384,7 @@ class Engine:
         """Deliver a decode step's tokens to the requests that are still open."""
         emitted = flying.wait()
         self.counters.decode_steps += 1
+        self._report("decode", len(flying.entries), sum(map(len, emitted.tokens)))
         outputs = []
         rows = zip(flying.entries, emitted.tokens, emitted.logprobs, strict=True)
         for entry, tokens, logprobs in rows:
@@ -375,8 +393,8 @@ class Engine:
             entry.length += len(tokens)
             output = self._deliver(entry, tokens, logprobs)
             if flying.drafted and output.token_ids:
-                self.counters.acceptance.record(len(output.token_ids), emitted.drafted)
-                entry.request.acceptance.record(len(output.token_ids), emitted.drafted)
+                self.counters.acceptance.record(len(output.token_ids), flying.drafted)
+                entry.request.acceptance.record(len(output.token_ids), flying.drafted)
             outputs.append(output)
         return outputs
 
@@ -423,9 +441,9 @@ class Engine:
         if reason is None:
             logger.error("request %s: the model computed no finite logit", entry.request.request_id)
             error = "the model computed no finite logit; its weights or its arithmetic are damaged"
-            return replace(output, error=error)
+            return replace(output, error=error, error_kind="logits")
         error = f"the grammar allows no further token: {reason}"
-        return replace(output, error=error, error_field="grammar")
+        return replace(output, error=error, error_kind="grammar", error_field="grammar")
 
     def _take(self, stream: _Stream, token: int) -> tuple[str, FinishReason | None, str | int | None]:
         """Text of one token, and why the request ends with it, if it does."""

@@ -171,7 +171,8 @@ def _add_size_flags(parser: argparse.ArgumentParser, default: EngineConfig) -> N
         type=_float,
         metavar="F",
         default=default.mem_fraction,
-        help="share of a GPU's memory for weights and cache together, 0 to 1; a CPU's cache has 1 GiB "
+        help="share of a GPU's memory that may be in use in all, other processes included, 0 to 1; a CPU's "
+        "cache has 1 GiB "
         f"(default: {default.mem_fraction})",
     )
     group.add_argument(

@@ -37,7 +37,7 @@ from nextn.engine.step import (
     pack,
     plain_step,
     spec_step,
-    verify_part,
+    verify,
 )
 from nextn.models.weights import Models
 from nextn.tree.tree import DraftTree
@@ -179,7 +179,7 @@ def _masked_step(
     trees = HostCopy.start(_pack_trees(cycle.tree))
     if shape.spec is not None:
         mark("draft")
-    states, logits = verify_part(models, state, batch, cycle)
+    states, logits = verify(models, state, batch, cycle)
     mark("verify")
     grammar = masks(trees.wait()).to(state.device, non_blocking=True)
     return pack(accept_part(models, state, batch, cycle, states, logits, options, grammar=grammar, mark=mark))
@@ -241,13 +241,14 @@ class _ChainGraph:
 
 
 class StepGraphs:
-    """Captured steps of one device. `capture` what will be needed; `run` captures what was missed."""
+    """Captured steps of one device. `capture` what will be needed; `prepare` captures what was missed."""
 
     def __init__(self, models: Models, state: RowState, options: StepOptions, max_rows: int) -> None:
         self._models, self._state, self._options = models, state, options
         self._buckets = buckets(max_rows)
         self._captured: dict[tuple[int, Shape, bool], _Captured] = {}
         self._chains: dict[int, _ChainGraph] = {}
+        self._refused: set[tuple[int, Shape, bool]] = set()
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(state.device)
 
@@ -278,6 +279,36 @@ class StepGraphs:
             (_taken(self._state.device) - before) / 1e9,
         )
 
+    def prepare(self, rows: int, shape: Shape, *, timed: bool = False) -> bool:
+        """Whether a step of so many rows can `run`; captures it if that was not foreseen.
+
+        False where the memory is too small for it: then, and from then on, it has to be launched op by op.
+        """
+        key = (self._bucket(rows), shape.recorded, timed)
+        if key in self._captured:
+            return True
+        if key in self._refused:
+            return False
+        started = time.perf_counter()
+        try:
+            self._get(*key)
+        except torch.OutOfMemoryError as error:
+            self._refused.add(key)
+            logger.warning(
+                "no memory to capture steps of batch %d, %s, which now run op by op and slower (%s); "
+                "lower --mem-fraction",
+                key[0], shape, str(error).splitlines()[0],
+            )  # fmt: skip
+            return False
+        seconds = time.perf_counter() - started
+        logger.info(
+            "captured batch %d, %s, in %.1f s, at the first request that needs it", key[0], shape, seconds
+        )
+        return True
+
+    def _bucket(self, rows: int) -> int:
+        return next(size for size in self._buckets if size >= rows)
+
     def run(
         self,
         rows: Sequence[int],
@@ -293,7 +324,7 @@ class StepGraphs:
         with marks between its phases, which cost a little; the clock has nothing to say otherwise. masks: of
         a shape with grammars; then this returns once they are made, in most cases before the step has run.
         """
-        bucket = next(size for size in self._buckets if size >= len(rows))
+        bucket = self._bucket(len(rows))
         captured = self._get(bucket, shape.recorded, timed)
         if captured.rows_now != tuple(rows):
             padding = bucket - len(rows)
@@ -389,9 +420,9 @@ class StepGraphs:
 
         drafted = 1 if shape.spec is None else 2  # marks before verification
 
-        def verify() -> Tensor:
+        def check() -> Tensor:
             clock.clear(keep=drafted)
-            kept[1] = verify_part(models, state, batch, kept[0])
+            kept[1] = verify(models, state, batch, kept[0])
             mark("verify")
             logits: Tensor = kept[1][1]
             return logits
@@ -405,7 +436,7 @@ class StepGraphs:
 
         draft_graph, trees = record(draft, self._stream, self._pool)
         draft_graph.replay()  # capturing computes nothing, and the next part is run before it is captured
-        verify_graph, _ = record(verify, self._stream, self._pool)
+        verify_graph, _ = record(check, self._stream, self._pool)
         verify_graph.replay()
         accept_graph, result = record(accept, self._stream, self._pool)
         parts = _MaskedParts(trees, verify_graph, masks, accept_graph, kept)

@@ -19,16 +19,19 @@ from nextn.engine.scheduler import Chunk, Running
 from nextn.engine.step import unpack_logprobs
 from nextn.kernels.ref.sampling import MAX_LOGPROBS
 
+PIPELINE_DEPTH = 2
+"""Steps in flight where launching does not wait: one runs, one is queued behind it. A row's page table and
+the table of positions have room for no more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """Tokens that a step brought for each row, and how many draft tokens it verified.
+    """Tokens that a step brought for each row.
 
     logprobs: one a token in rows that ask for them, none in others.
     """
 
     tokens: list[list[int]]
-    drafted: int
     logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
 
 
@@ -36,8 +39,8 @@ class Emitted:
 class Launched:
     """A decode step of `entries` under way: its result on its way to the host (see `step.pack`).
 
-    width: W, the most tokens that the step brings a row. Until `wait` each entry counts as W tokens ahead of
-    what the host knows.
+    drafted: draft tokens a row that it verifies. width: W, the most tokens that the step brings a row. Until
+    `wait` each entry counts as W tokens ahead of what the host knows.
     """
 
     entries: tuple[Running, ...]
@@ -61,7 +64,7 @@ class Launched:
         result = self.result.wait()
         for entry in self.entries:
             entry.ahead -= self.width
-        return _read(result, self.width, self.drafted, [entry.request.params for entry in self.entries])
+        return _read(result, self.width, [entry.request.params for entry in self.entries])
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ class LaunchedPrefill:
         """
         if self.prompt_logprobs is not None:
             self._keep_prompt_logprobs(self.prompt_logprobs.wait())
-        return _read(self.result.wait(), 1, 0, [entry.request.params for entry in self.entries])
+        return _read(self.result.wait(), 1, [entry.request.params for entry in self.entries])
 
     @property
     def seconds(self) -> float:
@@ -108,11 +111,11 @@ class LaunchedPrefill:
                 request.prompt_logprobs += token_logprobs(part, tokens, request.params.prompt_logprobs or 0)
 
 
-def _read(result: Tensor, width: int, drafted: int, params: Sequence[SamplingParams]) -> Emitted:
+def _read(result: Tensor, width: int, params: Sequence[SamplingParams]) -> Emitted:
     """A step's result on the host, [B, 1 + W] or with log-probabilities [B, 1 + W + 21 W]."""
     head, tail = result[:, : 1 + width], result[:, 1 + width :]
     tokens = [row[1 : 1 + row[0]] for row in head.tolist()]
-    return Emitted(tokens, drafted, read_logprobs(tail, tokens, params))
+    return Emitted(tokens, read_logprobs(tail, tokens, params))
 
 
 def read_logprobs(

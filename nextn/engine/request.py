@@ -11,6 +11,7 @@ from nextn.engine.stats import Acceptance
 from nextn.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+ErrorKind = Literal["logits", "grammar"]
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_BIASES = 300
@@ -166,11 +167,12 @@ class Output:
 
     text: the new text that is safe to show (complete UTF-8, no part of a stop string).
     token_ids: the new tokens. stop_reason: the stop string or token id that ended the request.
-    error: the message, when finish_reason is 'error', and error_field the request's field at fault, if one
-    is. acceptance: the request's own counter, which goes on counting until the last output. logprobs: one
-    for each of token_ids, when asked for. prompt_logprobs: one for each prompt token, on the first output,
-    when asked for; the first token's is None. cached_tokens: prompt tokens that the request found in the
-    prefix cache when it first started.
+    error: the message, when finish_reason is 'error'; error_kind: 'logits' where none was finite, 'grammar'
+    where it allows no further token; error_field: the request's field at fault, if one is. acceptance: the
+    request's own counter, which goes on counting until the last output. logprobs: one for each of token_ids,
+    when asked for. prompt_logprobs: one for each prompt token, on the first output, when asked for; the first
+    token's is None. cached_tokens: prompt tokens that the request found in the prefix cache when it first
+    started.
     """
 
     request_id: str
@@ -181,6 +183,7 @@ class Output:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    error_kind: ErrorKind | None = None
     error_field: str | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
     logprobs: tuple[TokenLogprobs, ...] = ()

@@ -1,7 +1,7 @@
 """All device memory of the engine besides the weights: the cache, one permanent row a request, step buffers.
 
-Rows hold what survives a step; a step gathers from them by row number and only `commit` writes them. The last
-row is a scratch row: padding points there, so that a padded step needs no branches.
+Rows hold what survives a step; a step gathers from them by row number and writes them at its end only. The
+last row is a scratch row: padding points there, so that a padded step needs no branches.
 
 | part of a row's slots | holds                                                                      |
 |-----------------------|----------------------------------------------------------------------------|

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(slots=True)
@@ -49,18 +50,32 @@ class Acceptance:
         return [count / self.cycles for count in self.accepted_by_position]
 
 
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """A step that has landed: its rows, the tokens that it computed or emitted, and how long it took.
+
+    seconds: by the host's clock, from its launch or from when the step before landed, whichever was later.
+    """
+
+    kind: Literal["prefill", "decode"]
+    rows: int
+    tokens: int
+    seconds: float
+
+
 @dataclass(slots=True)
 class Stats:
     """Totals of an engine since its start.
 
-    prompt_tokens: tokens prefilled; a preempted request counts once more when it resumes. cached_tokens:
-    prompt tokens that requests took from the prefix cache when they first started. finished: requests that
-    ended by themselves. acceptance: cycles of all requests.
+    prompt_tokens: tokens prefilled; a preempted request counts once more when it resumes. queried_tokens:
+    prompt tokens of requests when they first started; cached_tokens: those of them that came from the prefix
+    cache. finished: requests that ended by themselves. acceptance: cycles of all requests.
     """
 
     prefill_steps: int = 0
     decode_steps: int = 0
     prompt_tokens: int = 0
+    queried_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     finished: int = 0

@@ -1,11 +1,12 @@
 """The decode steps: `plain_step` and `spec_step` (draft, verify, accept, commit).
 
-`draft`, `verify` and `accept` write step buffers and scratch slots only; `commit` alone changes rows, pages
-and caches, so nothing is ever undone. Inside a decode step nothing is read back to the host. A row whose
-model computes no finite logit emits NO_TOKEN, on which the engine ends it; a row stores real tokens only.
-So does a row whose grammar allows nothing, but only where that node is on the accepted path.
+`draft`, `verify` and `accept` write step buffers and scratch slots only. What a step decided changes rows
+and caches behind them, in `commit` or, of plain steps, in `_remember` and `_advance`: nothing is undone.
+Inside a decode step nothing is read back to the host. A row whose model computes no finite logit emits
+NO_TOKEN, on which the engine ends it; a row stores real tokens only. So does a row whose grammar allows
+nothing, but only where that node is on the accepted path.
 
-A decode step has three parts, `draft_part`, `verify_part` and `accept_part`. Between the first and the last
+A decode step has three parts, `draft_part`, `verify` and `accept_part`. Between the first and the last
 the host can compute what depends on the tree: the grammar's masks. Else they run as one.
 
 Legend: B rows, D tree nodes, k beam width, S levels, W = min(S, D-1)+1 tokens a cycle at most, V vocabulary.
@@ -164,7 +165,7 @@ def _verify_and_accept(
     simulation: Simulation | None,
     mark: Mark,
 ) -> Emission:
-    states, logits = verify_part(models, state, batch, cycle)
+    states, logits = verify(models, state, batch, cycle)
     mark("verify")
     return accept_part(models, state, batch, cycle, states, logits, options, simulation=simulation, mark=mark)
 
@@ -185,11 +186,6 @@ def draft_part(
     else:
         tree = draft(models, state, batch, place, sampling, noise, spec, options)
     return Cycle(spec, place, sampling, noise, tree)
-
-
-def verify_part(models: Models, state: RowState, batch: StepBatch, cycle: Cycle) -> tuple[States, Tensor]:
-    """The second part: the target's states [B, D, hidden] and logits [B, D, V]; needs no masks."""
-    return verify(models, state, batch, cycle.place, cycle.tree)
 
 
 def accept_part(
@@ -296,10 +292,9 @@ def _level_positions(sampling: SamplingBatch, n: Tensor, level: int, nodes: int)
     return (n + level).unsqueeze(1).expand(-1, nodes) if sampling.any_bias else None
 
 
-def verify(
-    models: Models, state: RowState, batch: StepBatch, place: Place, tree: DraftTree
-) -> tuple[States, Tensor]:
-    """Target forward over the D nodes: states [B, D, hidden], logits [B, D, V]."""
+def verify(models: Models, state: RowState, batch: StepBatch, cycle: Cycle) -> tuple[States, Tensor]:
+    """The second part, which needs no masks: states [B, D, hidden] and logits [B, D, V] of all nodes."""
+    place, tree = cycle.place, cycle.tree
     inputs = TreeInput(
         tokens=tree.tokens,
         positions=place.n.unsqueeze(1) + tree.depth,

@@ -1,6 +1,6 @@
 """One process's share of the engine: models, device memory, and the steps it is told to run.
 
-The worker turns the scheduler's host-side batches into tensors and the steps' tensors into host lists.
+The worker turns the scheduler's host-side batches into tensors; `launched` turns the steps' into host lists.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from nextn.config import EngineConfig, ModelConfig, SpecConfig
 from nextn.engine.grammar import Matcher, mask_words, run_together
 from nextn.engine.graphs import CATCH_UP, HostCopy, NodeMasks, Shape, StepGraphs, run_step
-from nextn.engine.launched import Launched, LaunchedPrefill
+from nextn.engine.launched import PIPELINE_DEPTH, Launched, LaunchedPrefill
 from nextn.engine.memory import plan_memory
 from nextn.engine.phases import PhaseClock
 from nextn.engine.prefill import CHAIN, PrefillWork, chains_of, prefill_step
@@ -80,16 +80,15 @@ class Worker:
                 f"{cfg.max_position_embeddings}; use at most that"
             )
         check_kernels(cfg, device, dtype)
-        # Two steps' nodes behind the last token, or a chain's padding.
-        slack = max(2 * config.largest_tree + RING, CHAIN)
+        scratch = PIPELINE_DEPTH * config.largest_tree  # each step's nodes behind the last token
+        slack = max(scratch + RING, CHAIN)  # a chain's padding has positions too
         models = build_models(model_dir, cfg, config, device, dtype, asked + slack)
         memory = plan_memory(cfg, config, device, dtype, asked)
         try:
             state = RowState(
                 cfg,
                 max_rows=config.max_running_requests,
-                max_len=memory.max_model_len
-                + 2 * config.largest_tree,  # one step's scratch, and one step ahead
+                max_len=memory.max_model_len + scratch,
                 num_pages=memory.num_pages,
                 page_size=config.page_size,
                 dtype=dtype,
@@ -281,8 +280,8 @@ class Worker:
         masks: NodeMasks | None = None,
     ) -> tuple[Tensor, PhaseClock]:
         """Start a step of `entries`, by its graph where there are graphs; for the flags see `launch`."""
-        if self.graphs is not None and not eager:
-            rows = [entry.row for entry in entries]
+        rows = [entry.row for entry in entries]
+        if self.graphs is not None and not eager and self.graphs.prepare(len(rows), shape, timed=timed):
             return self.graphs.run(rows, shape, length, timed=timed, masks=masks)
         lengths = None if length is None else self.state.upload([length])
         batch, clock = self._batch(entries), PhaseClock(self.state.device)
@@ -291,7 +290,8 @@ class Worker:
         return run_step(self.models, self.state, batch, shape, self.options, lengths, mark, masks), clock
 
     def capture(self, spec: SpecConfig | None, max_rows: int) -> None:
-        """Record the steps that will be needed: plain and of shape `spec`, greedy, sampled, with all options.
+        """Record the steps that will be needed: short prefills, and decode steps, plain and of shape `spec`,
+        greedy, sampled and with all options.
 
         Where there is a draft, plain steps leave it behind, so what brings it up is recorded too. Steps with
         log-probabilities or grammars are recorded when the first request asks for them.

@@ -7,6 +7,7 @@ told that two may be in flight, delivers it one step late, as it does there; wha
 from __future__ import annotations
 
 import random
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +24,7 @@ from nextn.engine.launched import Launched, LaunchedPrefill
 from nextn.engine.request import Output, Request, SamplingParams
 from nextn.engine.scheduler import Running
 from nextn.engine.state import StepBatch
+from nextn.engine.stats import StepReport
 from tests.compare import assert_close
 from tests.grammars import grammar_engine
 from tests.tiny import drain, poison_freed_pages, prompt_of, request, run, tiny_engine, tokens_of
@@ -342,3 +344,31 @@ def test_buckets_hold_every_batch_and_waste_less_than_half(rows: int) -> None:
     assert sizes[0] == 1
     assert sizes[-1] == rows
     assert all(a < b <= 2 * a for a, b in pairwise(sizes))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_step_that_landed_is_reported_once_with_what_it_did(depth: int) -> None:
+    """Their tokens are all that was computed and emitted; their times do not overlap."""
+    engine = tiny_engine(max_running_requests=3, chunked_prefill_size=20)
+    engine.depth = depth
+    reports: list[StepReport] = []
+    engine.on_step = reports.append
+    started = time.perf_counter()
+    run(engine, _requests(5, 6, 0.7))
+    elapsed = time.perf_counter() - started
+    counters, kinds = engine.counters, [each.kind for each in reports]
+    assert (kinds.count("prefill"), kinds.count("decode")) == (counters.prefill_steps, counters.decode_steps)
+    assert sum(each.tokens for each in reports if each.kind == "prefill") == counters.prompt_tokens
+    assert sum(each.tokens for each in reports if each.kind == "decode") >= counters.generated_tokens - 6
+    assert all(each.seconds >= 0 and each.rows >= 1 for each in reports)
+    assert sum(each.seconds for each in reports) <= elapsed
+
+
+def test_a_prompt_is_looked_up_once_whatever_happens_to_its_request_later() -> None:
+    """Preempted requests are computed again, which says nothing of how often prompts were cached."""
+    engine = tiny_engine(num_pages=8, max_model_len=100, max_running_requests=3)
+    requests = [request(str(i), prompt_of(20, i), max_tokens=60, temperature=0.0) for i in range(3)]
+    run(engine, requests)
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.counters.queried_tokens == 60
+    assert engine.counters.prompt_tokens > 60

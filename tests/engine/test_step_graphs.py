@@ -221,3 +221,25 @@ def test_the_graphs_of_most_tokens_are_recorded_first(monkeypatch: pytest.Monkey
     _engine(Models(models.target, None, models.cfg), None)
     assert {shape.spec for _, shape in order} == {None}
     assert CATCH_UP not in {shape for _, shape in order}
+
+
+def test_a_step_that_cannot_be_captured_for_want_of_memory_runs_op_by_op(
+    replays: list[Shape], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the same tokens, one warning, and no second try; what was captured before goes on."""
+    engine, tries = _engine(), list[object]()
+    first = run(engine, [request("a", prompt_of(7, 1), max_tokens=8, temperature=0.0, logprobs=1)])
+
+    def fails(*key: object) -> None:
+        tries.append(key)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    other = _engine()
+    monkeypatch.setattr(other.worker.graphs, "_capture", fails)
+    replays.clear()
+    assert run(other, [request("a", prompt_of(7, 1), max_tokens=8, temperature=0.0, logprobs=1)]) == first
+    assert not replays
+    assert len(tries) == len(set(tries)) == 1
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+    run(other, [request("b", prompt_of(7, 1), max_tokens=8, temperature=0.0)])
+    assert replays
