@@ -64,6 +64,7 @@ class BatchRun:
         **options: Any,
     ) -> None:
         self.engine = engine
+        check_rows(len(prompts), engine.worker.state.scratch_row)
         params = SamplingParams(
             max_tokens=output_len, temperature=temperature, seed=0, ignore_eos=True, **options
         )
@@ -176,6 +177,12 @@ class BatchRun:
             raise ConfigError("the batch does not fit the cache; raise --num-pages or --mem-fraction")
         self.entries = tuple(scheduler.running)
         return (time.perf_counter() - started) * 1e3
+
+
+def check_rows(batch: int, rows: int) -> None:
+    """Raise `ConfigError` where an engine with so many rows cannot run all requests of a batch together."""
+    if batch > rows:
+        raise ConfigError(f"a batch of {batch} is above --max-running-requests {rows}; raise it to {batch}")
 
 
 @dataclass(slots=True)
@@ -320,14 +327,23 @@ def commit() -> str:
 def make_prompts(args: argparse.Namespace, engine: Engine, batch_size: int) -> list[list[int]]:
     """`batch_size` prompts of `input_len` tokens: text of `--prompts` end to end, or random ids."""
     if args.prompts is None:
-        draw = random.Random(args.seed)
-        vocab = engine.worker.models.cfg.vocab_size
-        return [[draw.randrange(vocab) for _ in range(args.input_len)] for _ in range(batch_size)]
+        return random_prompts(engine, args.input_len, batch_size, args.seed)
     if engine.tokenizer is None:
         raise ConfigError("--prompts needs a tokenizer, which --load-format dummy does not load")
     once = engine.tokenizer.encode("\n".join(read_texts(Path(args.prompts))), add_special_tokens=False)
     stream = once * -(-batch_size * args.input_len // len(once))
     return [stream[i * args.input_len : (i + 1) * args.input_len] for i in range(batch_size)]
+
+
+def random_prompts(engine: Engine, length: int, count: int, seed: int) -> list[list[int]]:
+    """`count` prompts of `length` random tokens, the same in every run."""
+    draw, vocab = random.Random(seed), engine.worker.models.cfg.vocab_size
+    return [random_tokens(draw, length, vocab) for _ in range(count)]
+
+
+def random_tokens(draw: random.Random, count: int, vocab: int) -> list[int]:
+    """Any token ids, special ones too: they cost the same."""
+    return [draw.randrange(vocab) for _ in range(count)]
 
 
 def read_texts(path: Path) -> list[str]:

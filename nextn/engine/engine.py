@@ -183,7 +183,9 @@ class Engine:
         if not prompt_tokens:
             raise RequestError("the prompt is empty; it needs at least one token", "prompt")
         vocab = self.worker.models.cfg.vocab_size
-        if not all(0 <= token < vocab for token in prompt_tokens):
+        if set(map(type, prompt_tokens)) != {int}:
+            raise RequestError("the prompt must be token ids, whole numbers", "prompt")
+        if min(prompt_tokens) < 0 or max(prompt_tokens) >= vocab:
             raise RequestError(f"the prompt has a token id outside 0..{vocab - 1}", "prompt")
         length = len(prompt_tokens) + params.max_tokens
         if length > self.max_model_len:
@@ -348,9 +350,14 @@ class Engine:
         assert sorted(known) == sorted(self._streams), "open requests and the scheduler's disagree"
 
     def close(self) -> None:
-        """Abort what is open; the outputs of it are dropped."""
+        """Abort what is open; the outputs of it are dropped.
+
+        A step that raised may have left pages uncomputed that the prefix cache counts as whole: it is
+        emptied.
+        """
         for request_id in list(self._streams):
             self.abort(request_id)
+        self.scheduler.cache.clear()
         self._pending.clear()
         self._flying.clear()
         self._launch_times.clear()

@@ -18,6 +18,9 @@ from nextn.engine.request import Request
 MAX_PASSED = 64
 """Waiting requests that one step looks past, because others compute their prefix just now."""
 
+MAX_NAMED = 1 << 17
+"""Tokens of waiting requests whose pages one step names (hashes), beside the first: rows that decode wait."""
+
 Order = tuple[int, int]
 """Priority, the lower first, and the number of arrival; a request keeps both for life."""
 
@@ -215,10 +218,15 @@ class Scheduler:
 
         One whose prefix is being computed just now waits for it, and others may pass.
         """
-        passed = 0
+        passed = named = 0
         for job in self._queue[: MAX_PASSED + len(self._free_rows)]:
             if not self._free_rows or passed == MAX_PASSED:
                 return
+            if job.keys is None:
+                length = len(job.request.prompt_tokens) + len(job.request.output_tokens)
+                if named and named + length > MAX_NAMED:
+                    return
+                named += length
             keys, node, limit = self._look_up(job)
             if self._is_in_the_making(job, keys, node, limit):
                 passed += 1
