@@ -249,6 +249,10 @@ class Engine:
         """Queue a request; raises `RequestError` and keeps nothing of it when it cannot run."""
         if request.request_id in self._streams:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
+        if type(request.priority) is not int:
+            raise RequestError(f"priority is {request.priority!r}; it must be a whole number", "priority")
+        if not isinstance(request.cache_salt, str | None):
+            raise RequestError(f"cache_salt is {request.cache_salt!r}; it must be a string", "cache_salt")
         self._check(request.prompt_tokens, request.params)
         grammar = request.compiled or self._compile(request.params)
         seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
@@ -321,7 +325,7 @@ class Engine:
         counters = self.counters
         return {
             "running": len(self.scheduler.running),
-            "waiting": len(self.scheduler.waiting),
+            "waiting": self.scheduler.num_waiting,
             "preemptions": self.scheduler.num_preemptions,
             "prompt_tokens": counters.prompt_tokens,
             "generated_tokens": counters.generated_tokens,
@@ -352,12 +356,13 @@ class Engine:
     def close(self) -> None:
         """Abort what is open; the outputs of it are dropped.
 
-        A step that raised may have left pages uncomputed that the prefix cache counts as whole: it is
-        emptied.
+        A step that raised may have left pages uncomputed that the prefix cache counts as whole, so nothing
+        is kept of requests that run.
         """
+        for entry in list(self.scheduler.running):
+            self.scheduler.discard(entry)
         for request_id in list(self._streams):
             self.abort(request_id)
-        self.scheduler.cache.clear()
         self._pending.clear()
         self._flying.clear()
         self._launch_times.clear()

@@ -141,6 +141,11 @@ class Scheduler:
         """Requests that do not run, in the order in which they will start."""
         return [job.request for job in self._queue]
 
+    @property
+    def num_waiting(self) -> int:
+        """How many they are."""
+        return len(self._queue)
+
     def add(self, request: Request) -> None:
         """Queue a request; the caller has checked that it fits the pool when it is alone."""
         self._arrivals += 1
