@@ -11,17 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import random
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.jsonl import write_jsonl
 from nextn.config import SpecConfig
 from nextn.engine.bench import (
     FIXED_TOKEN,
@@ -29,6 +29,7 @@ from nextn.engine.bench import (
     BatchRun,
     distinct_experts,
     environment,
+    random_prompts,
     simulated_lengths,
     spare_tokens,
 )
@@ -87,46 +88,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = [case for case in CASES if args.match in case.name]
     try:
         engine = _engine(args, cases)
-        results = run_cases(engine, cases, args)
+        results = write_jsonl(args.jsonl, run_cases(engine, cases, args))
     except NextnError as error:
         print(f"bench.cycles: {error}", file=sys.stderr)
         return 2
     if not results:
         return 1
     baseline = _read_baseline(args.baseline) if args.baseline else {}
-    for case, result in zip(cases, results, strict=True):
-        print(line(case, result, baseline.get(case.name)))
-    if args.jsonl:
-        write_jsonl(args.jsonl, results)
+    by_name = {str(result["case"]): result for result in results}
+    for case in cases:
+        print(line(case, by_name[case.name], baseline.get(case.name)))
     return 0
 
 
-def write_jsonl(path: Path, results: Iterable[Mapping[str, object]]) -> None:
-    """One JSON object a line; the folder is made if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(result) + "\n" for result in results))
-
-
-def run_cases(
-    engine: Engine, cases: Sequence[Case], args: argparse.Namespace
-) -> list[dict[str, object]] | None:
-    """Measure every case; None when captured and plain launches disagree, because no figure counts then."""
-    results: dict[str, dict[str, object]] = {}
+def run_cases(engine: Engine, cases: Sequence[Case], args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Measure every case; none when captured and plain launches disagree, because no figure counts then."""
     specs = {None if case.spec == "plain" else SpecConfig.parse(case.spec) for case in cases}
     if not all(captured_steps_agree(engine, batch, specs) for batch in sorted({c.batch for c in cases})):
-        return None
+        return
     for context, batch in sorted({(case.context, case.batch) for case in cases}):
         group = [case for case in cases if (case.context, case.batch) == (context, batch)]
         started = time.perf_counter()
         longest = SpecConfig(3, 1, 4)
         room = (args.output_len + FIXED_WARMUP * longest.width + 2 * spare_tokens(longest)) * len(group)
-        run = BatchRun(engine, prompts(engine, context, batch, args.seed), room, 0.0)
+        run = BatchRun(engine, random_prompts(engine, context, batch, args.seed), room, 0.0)
         logger.info("ctx %d, batch %d: prefilled in %.1f s", context, batch, time.perf_counter() - started)
         for case in group:
-            results[case.name] = measure(engine, run, case, args)
-            print(line(case, results[case.name], None), file=sys.stderr, flush=True)
+            result = measure(engine, run, case, args)
+            print(line(case, result, None), file=sys.stderr, flush=True)
+            yield result
         run.close()
-    return [results[case.name] for case in cases]
 
 
 def captured_steps_agree(
@@ -145,7 +136,7 @@ def captured_steps_agree(
     for spec in specs:
         brought = []
         for eager in (False, True):
-            run = BatchRun(engine, prompts(engine, 256, batch, seed=1), 64, temperature, **options)
+            run = BatchRun(engine, random_prompts(engine, 256, batch, seed=1), 64, temperature, **options)
             brought.append([run.step(spec, eager=eager) for _ in range(CHECKED_CYCLES)])
             run.close()
         if brought[0] != brought[1]:
@@ -200,12 +191,6 @@ def line(case: Case, result: dict[str, object], baseline: dict[str, object] | No
         f"{result['tokens_per_s']} tok/s accept {result['accept_length']} "
         f"experts {result['distinct_experts']} | {phases}"
     )
-
-
-def prompts(engine: Engine, context: int, batch: int, seed: int) -> list[list[int]]:
-    """Random token ids."""
-    draw, vocab = random.Random(seed), engine.worker.models.cfg.vocab_size
-    return [[draw.randrange(vocab) for _ in range(context)] for _ in range(batch)]
 
 
 def _engine(args: argparse.Namespace, cases: Sequence[Case]) -> Engine:

@@ -21,6 +21,8 @@ MIN_STEPS = 5
 """Steps of one kind without which a block says nothing of them."""
 ROUNDS = 10_000
 MAX_CHANGE, MIN_P = 0.03, 0.01
+MIN_QUARTER = 5
+"""Blocks in a quarter of a run without which no difference, however large, could reach `MIN_P`."""
 
 
 def theil_sen(values: Sequence[float]) -> float:
@@ -105,7 +107,7 @@ class StepTimes:
         """The test; None where there are too few blocks to say anything. The first block is a warm-up."""
         values = self.blocks()[1:]
         quarter = len(values) // 4
-        if quarter < 3:
+        if quarter < MIN_QUARTER:
             return None
         first, last = values[:quarter], values[-quarter:]
         change = statistics.fmean(last) / statistics.fmean(first) - 1

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from nextn.config import EngineConfig, ModelConfig, SpecConfig
+from nextn.engine.bench import random_prompts
 from nextn.engine.engine import Engine
 from nextn.engine.flags import add_engine_flags, engine_config
 from nextn.engine.grammar import Grammar, Grammars, Matcher, Vocabulary, mask_words, run_together
@@ -177,10 +178,9 @@ def measure_steps(engine: Engine, grammar: Grammar | None, rows: int, steps: int
         return made
 
     room = (steps + WARMUP + 4) * (engine.spec.width if engine.spec else 1)
-    draw, vocab = random.Random(1), worker.models.cfg.vocab_size
-    for row in range(rows):
+    for row, prompt in enumerate(random_prompts(engine, 64, rows, seed=1)):
         params = SamplingParams(room, temperature=1.0, seed=row, grammar=grammar, ignore_eos=grammar is None)
-        engine.add(Request(str(row), [draw.randrange(vocab) for _ in range(64)], params))
+        engine.add(Request(str(row), prompt, params))
     spent: list[float] = []
     worker._node_masks = timed  # type: ignore[method-assign, assignment]
     try:

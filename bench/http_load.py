@@ -98,12 +98,15 @@ class Load:
     def run(self, jobs: Sequence[Job], point: Point, seed: int) -> None:
         """Closed loop: as many threads as requests may be open. By a clock: a thread as each one is due."""
         started = time.perf_counter()
+        sent = []
         with ThreadPoolExecutor(min(point.concurrency or MAX_OPEN, len(jobs))) as pool:
             for job, offset in zip(jobs, point.arrivals(len(jobs), seed), strict=True):
                 due = started + offset
                 time.sleep(max(0.0, due - time.perf_counter()))
-                pool.submit(self._send, job, None if point.concurrency else due)
+                sent.append(pool.submit(self._send, job, None if point.concurrency else due))
         self.seconds = time.perf_counter() - started
+        for each in sent:
+            each.result()  # raises what nobody foresaw
 
     def _send(self, job: Job, due: float | None) -> None:
         record = Record(time.perf_counter() if due is None else due, len(job.prompt))
@@ -121,11 +124,14 @@ class Load:
             for event in self._server.stream(body):
                 take(record, event, time.perf_counter())
         except (OSError, http.client.HTTPException, ValueError) as error:
-            record.failed = str(error)
-        record.ended = True
-        with self._lock:
-            self.records.append(record)
-            self.done += 1
+            record.failed = str(error) or repr(error)
+        except (LookupError, TypeError, AttributeError) as error:
+            record.failed = f"an event of the stream is not a completion's: {error!r}"
+        finally:
+            record.ended = True
+            with self._lock:
+                self.records.append(record)
+                self.done += 1
 
 
 def take(record: Record, event: dict[str, Any], now: float) -> None:

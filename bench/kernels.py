@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from bench.jsonl import write_jsonl
 from nextn.engine.bench import commit
 
 CALLS = 24  # calls in one graph
@@ -231,9 +231,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"-- {family}", flush=True)
         timed, bad = run_family(family, cases, peaks, tune=args.tune)
         results, failed = results + timed, failed + bad
-    if args.jsonl:
-        where = machine(peaks)
-        args.jsonl.write_text("".join(json.dumps({**where, **asdict(each)}) + "\n" for each in results))
+    where = machine(peaks)
+    write_jsonl(args.jsonl, [{**where, **asdict(each)} for each in results])
     if failed:
         print(f"{failed} cases are wrong and were not timed")
     return 1 if failed else 0

@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 import math
 import random
+import secrets
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 
+from nextn.engine.bench import random_tokens
 from nextn.engine.engine import Engine
 from nextn.engine.request import Output, Request, SamplingParams
 
@@ -45,6 +47,12 @@ SHAREGPT = (LogNormal(161, 1.3, 4, 2048), LogNormal(338, 0.9, 4, 2048))
 """Prompt and answer like those of ShareGPT's conversations. The means are those that the vLLM paper gives
 (Kwon et al. 2023, figure 11); the spreads are chosen: they put the medians at 69 and 225 tokens and the 99th
 percentiles at 1,400 and 1,800. Prompt and answer are drawn independently."""
+
+
+def sharegpt(output_scale: float = 1.0) -> tuple[LogNormal, LogNormal]:
+    """Lengths of prompts and answers, the latter `output_scale` times as long."""
+    prompt, answer = SHAREGPT
+    return prompt, replace(answer, mean=answer.mean * output_scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +84,6 @@ class Point:
 
     def __str__(self) -> str:
         return f"concurrency {self.concurrency}" if self.concurrency else f"{self.rate:g} requests/s"
-
-
-def random_tokens(rng: random.Random, count: int, vocab: int) -> list[int]:
-    """Token ids without the first few, which are the special ones in most vocabularies."""
-    return [rng.randrange(min(3, vocab - 1), vocab) for _ in range(count)]
 
 
 def make_jobs(
@@ -251,6 +254,7 @@ class Session:
         self.records: dict[str, Record] = {}
         self.open: dict[str, Record] = {}
         self._temperature, self._name = temperature, name
+        self._salt = secrets.token_hex(8)  # of its own: no session finds what another one has computed
         self._prefilled = prefill_counters(engine.stats())
 
     def add(self, job: Job, due: float | None = None) -> str:
@@ -258,8 +262,7 @@ class Session:
         request_id = f"{self._name}-{len(self.records)}"
         params = SamplingParams(max_tokens=job.output_len, temperature=self._temperature, ignore_eos=True)
         record = Record(time.perf_counter() if due is None else due, len(job.prompt))
-        # A salt, so that no run finds cached what the one before has computed.
-        self.engine.add(Request(request_id, job.prompt, params, cache_salt=self._name))
+        self.engine.add(Request(request_id, job.prompt, params, cache_salt=self._salt))
         self.records[request_id] = self.open[request_id] = record
         return request_id
 

@@ -12,13 +12,20 @@ import argparse
 import logging
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.cycles import ACCEPT_LENGTH, captured_steps_agree, prompts, write_jsonl
-from nextn.config import SpecConfig
-from nextn.engine.bench import BatchRun, environment, simulated_lengths, spare_tokens
+from bench.cycles import ACCEPT_LENGTH, captured_steps_agree
+from bench.jsonl import write_jsonl
+from nextn.engine.bench import (
+    BatchRun,
+    check_rows,
+    environment,
+    random_prompts,
+    simulated_lengths,
+    spare_tokens,
+)
 from nextn.engine.engine import Engine
 from nextn.engine.flags import add_engine_flags, engine_config
 from nextn.engine.llm import resolve_model
@@ -50,48 +57,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         config = engine_config(args)
+        check_rows(max(args.batch_size), config.max_running_requests)
         engine = Engine.from_config(resolve_model(args.model), config)
-        spec = engine.spec
-        results = []
-        temperature, options = CASES["every option, 20 logprobs"]
-        for batch in args.batch_size:
-            if not captured_steps_agree(engine, batch, [spec], temperature, **options):
-                return 1
-            results += _measure(engine, spec, batch, args)
+        results = write_jsonl(args.jsonl, run_batches(engine, args))
     except NextnError as error:
         print(f"bench.options: {error}", file=sys.stderr)
         return 2
-    if args.jsonl:
-        write_jsonl(args.jsonl, results)
-    return 0
+    return int(len(results) < len(args.batch_size) * len(CASES))
 
 
-def _measure(
-    engine: Engine, spec: SpecConfig | None, batch: int, args: argparse.Namespace
-) -> list[dict[str, object]]:
+def run_batches(engine: Engine, args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Every case of every batch, as far as captured steps bring what single launches bring."""
+    temperature, options = CASES["every option, 20 logprobs"]
+    for batch in args.batch_size:
+        if not captured_steps_agree(engine, batch, [engine.spec], temperature, **options):
+            return
+        yield from _measure(engine, batch, args)
+
+
+def _measure(engine: Engine, batch: int, args: argparse.Namespace) -> Iterator[dict[str, object]]:
     """Every case of one batch; the first, greedy, is what the others are compared with."""
-    results: list[dict[str, object]] = []
+    spec, base = engine.spec, 0.0
     for name, (temperature, options) in CASES.items():
         room = 4 * CYCLES * (spec.width if spec else 1) + spare_tokens(spec)
-        run = BatchRun(engine, prompts(engine, args.context, batch, args.seed), room, temperature, **options)
+        prompts = random_prompts(engine, args.context, batch, args.seed)
+        run = BatchRun(engine, prompts, room, temperature, **options)
         lengths = simulated_lengths(ACCEPT_LENGTH, args.seed) if spec and args.simulate else None
         step_ms = statistics.median(run.measure(spec, CYCLES, lengths).cycle_ms)
         run.close()
-        base = float(str(results[0]["step_ms"])) if results else step_ms
-        results.append(
-            {
-                "case": name,
-                **environment(engine),
-                "batch_size": batch,
-                "context": args.context,
-                "spec": str(spec or "plain"),
-                "vocab": engine.worker.models.cfg.vocab_size,
-                "step_ms": round(step_ms, 3),
-                "added_percent": round(100 * (step_ms / base - 1), 2),
-            }
-        )
+        base = base or step_ms
         print(f"bs {batch:3} {name:28} {step_ms:8.3f} ms  {100 * (step_ms / base - 1):+6.2f} %", flush=True)
-    return results
+        yield {
+            "case": name,
+            **environment(engine),
+            "batch_size": batch,
+            "context": args.context,
+            "spec": str(spec or "plain"),
+            "vocab": engine.worker.models.cfg.vocab_size,
+            "step_ms": round(step_ms, 3),
+            "added_percent": round(100 * (step_ms / base - 1), 2),
+        }
 
 
 def _parser() -> argparse.ArgumentParser:

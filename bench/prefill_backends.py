@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from bench.jsonl import write_jsonl
 from bench.kernel_cases.prefill import HEADS, NOPE, ROPE, SCALE, SIZES, Load, V, arguments
 from bench.kernels import time_calls
 from nextn.kernels.prefill import (
@@ -223,9 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{load.name:34} {name:22} does not run: {reason}", flush=True)
         del problem
         torch.cuda.empty_cache()
-    if args.jsonl:
-        lines = [json.dumps(about), *(json.dumps(asdict(each)) for each in rows)]
-        args.jsonl.write_text("".join(f"{each}\n" for each in lines))
+    write_jsonl(args.jsonl, [about, *map(asdict, rows)])
     return 1 if wrong else 0
 
 

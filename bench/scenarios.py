@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.load import Job, Record, Session, percentiles, random_tokens
-from nextn.engine.bench import environment
+from bench.load import Job, Record, Session, percentiles
+from nextn.engine.bench import environment, random_tokens
 from nextn.engine.engine import Engine
 from nextn.errors import ConfigError
 
@@ -28,10 +28,8 @@ SETTLED = 30
 def long_prompt(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     """Streams decode, a long prompt comes: its speed alone and among them, and their gaps meanwhile."""
     length, vocab = args.long_prompt, engine.worker.models.cfg.vocab_size
-    if max(length, args.stream_prompt) + 1 > engine.max_model_len:
-        raise ConfigError(
-            f"--long-prompt {length} does not fit the {engine.max_model_len} tokens of a request"
-        )
+    _check_fits(engine, args, "long_prompt")
+    _check_fits(engine, args, "stream_prompt")
     rng, session = random.Random(args.seed), Session(engine, args.temperature, "long-prompt")
     # The first one compiles, and tells the engine how fast it computes prompts.
     alone = [first_token_s(session, random_tokens(rng, length, vocab)) for _ in range(2)][1]
@@ -98,10 +96,7 @@ class _Kind:
 def prefix_hit(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     """Time to first token behind a prompt that is cached, behind one that is not, of the new tokens alone."""
     length, vocab = args.shared_prompt, engine.worker.models.cfg.vocab_size
-    if length + args.new_tokens + 1 > engine.max_model_len:
-        raise ConfigError(
-            f"--shared-prompt {length} does not fit the {engine.max_model_len} tokens of a request"
-        )
+    _check_fits(engine, args, "shared_prompt", "new_tokens")
     rng, session = random.Random(args.seed), Session(engine, args.temperature, "prefix-hit")
 
     def several(prefix: Callable[[], list[int]]) -> _Kind:
@@ -159,10 +154,13 @@ def verdict(good: bool, target: str) -> str:
     return f"({target}: {'ok' if good else 'MISSED'})"
 
 
-def _check_fits(engine: Engine, tokens: int) -> None:
-    if tokens > engine.max_model_len:
+def _check_fits(engine: Engine, args: argparse.Namespace, *names: str) -> None:
+    """Raise `ConfigError` unless these flags' tokens and one behind them are no more than a request's."""
+    if sum(getattr(args, name) for name in names) + 1 > engine.max_model_len:
+        given = " and ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names)
         raise ConfigError(
-            f"{tokens} tokens are more than the {engine.max_model_len} of a request; ask for fewer"
+            f"{given} and a token of the answer are above the {engine.max_model_len} tokens of a request; "
+            f"ask for fewer, or raise --max-model-len"
         )
 
 

@@ -18,25 +18,27 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import busy
-from bench.cycles import prompts, write_jsonl
 from bench.http_load import Load, Server
-from bench.load import SHAREGPT, Cycles, Job, Median, Point, Run, Session, figures, make_jobs
+from bench.jsonl import write_jsonl
+from bench.load import Cycles, Job, Median, Point, Run, Session, figures, make_jobs, sharegpt
 from bench.scenarios import SCENARIOS
 from nextn.config import ModelConfig
-from nextn.engine.bench import BatchRun, environment, simulated_lengths, spare_tokens
+from nextn.engine import busy
+from nextn.engine.bench import BatchRun, environment, random_prompts, simulated_lengths, spare_tokens
 from nextn.engine.engine import Engine
 from nextn.engine.flags import add_engine_flags, engine_config
+from nextn.engine.graphs import buckets
+from nextn.engine.launched import Launched
 from nextn.engine.llm import resolve_model
 from nextn.engine.scheduler import Running
-from nextn.engine.worker import Launched, SimulatedLength, leave_a_core_free
+from nextn.engine.worker import SimulatedLength, leave_a_core_free
 from nextn.errors import ConfigError, NextnError
 
 logger = logging.getLogger(__name__)
@@ -74,37 +76,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         points = _points(args)
-        results = serve_url(args, points) if args.url else serve_engine(args, points)
+        measured = serve_url(args, points) if args.url else serve_engine(args, points)
+        results = write_jsonl(args.jsonl, measured)
     except NextnError as error:
         print(f"bench.serve: {error}", file=sys.stderr)
         return 2
-    if args.jsonl:
-        write_jsonl(args.jsonl, results)
     return int(any(result.get("failed") for result in results))
 
 
-def serve_engine(args: argparse.Namespace, points: Sequence[Point]) -> list[dict[str, Any]]:
+def serve_engine(args: argparse.Namespace, points: Sequence[Point]) -> Iterator[dict[str, Any]]:
     """Build the engine and run what is asked for on it."""
     engine = _engine(args, points)
     if args.scenario:
-        return [SCENARIOS[args.scenario](engine, args)]
+        yield SCENARIOS[args.scenario](engine, args)
+        return
     specs = list(dict.fromkeys((engine.spec, None))) if args.spec_compare else [engine.spec]
     print(f"{_heading(engine, args)}\n{_titles()}", flush=True)
-    results, cycles = [], []
+    cycles = []
     for point in points:
         for spec in specs:
             engine.set_spec(spec)
             result, seen = measure(engine, point, args)
             print(_row(result), flush=True)
-            results.append(result)
+            yield result
             cycles.append((point, spec, seen.medians(MIN_CYCLES)))
     for point, spec, medians in cycles:
         engine.set_spec(spec)
-        results += report_cycles(engine, point, medians, args)
+        yield from report_cycles(engine, point, medians, args)
     for spec in specs if args.trace else ():
         engine.set_spec(spec)
-        results.append(trace_load(engine, points[-1], args))
-    return results
+        yield trace_load(engine, points[-1], args)
 
 
 def measure(engine: Engine, point: Point, args: argparse.Namespace) -> tuple[dict[str, Any], Cycles]:
@@ -130,10 +131,9 @@ def measure(engine: Engine, point: Point, args: argparse.Namespace) -> tuple[dic
 
 def report_cycles(
     engine: Engine, point: Point, medians: Sequence[Median], args: argparse.Namespace
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """The median decode cycle at each occupancy, and beside it the cycle of such a batch by itself."""
     often = sorted(medians, key=lambda each: -each.cycles)[:REFERENCES]
-    lines = []
     for each in sorted(often, key=lambda each: each.occupancy):
         line: dict[str, Any] = {
             "kind": "cycle",
@@ -153,8 +153,7 @@ def report_cycles(
             line |= {"alone_ms": round(alone, 3), "deviation_percent": round(100 * (each.ms / alone - 1), 2)}
             text += f"; by itself {alone:8.3f} ms, {line['deviation_percent']:+6.2f} %"
         print(text, flush=True)
-        lines.append(line)
-    return lines
+        yield line
 
 
 def reference_ms(engine: Engine, batch: int, context: int, seed: int) -> float:
@@ -162,7 +161,7 @@ def reference_ms(engine: Engine, batch: int, context: int, seed: int) -> float:
     spec = engine.spec
     room = REFERENCE_TOKENS + spare_tokens(spec)
     context = max(1, min(context, engine.max_model_len - room))
-    run = BatchRun(engine, prompts(engine, context, batch, seed), room, 0.0)
+    run = BatchRun(engine, random_prompts(engine, context, batch, seed), room, 0.0)
     cycle_ms = statistics.median(run.measure(spec, REFERENCE_TOKENS).cycle_ms)
     run.close()
     return cycle_ms
@@ -213,24 +212,23 @@ def trace_load(engine: Engine, point: Point, args: argparse.Namespace) -> dict[s
     return result
 
 
-def serve_url(args: argparse.Namespace, points: Sequence[Point]) -> list[dict[str, Any]]:
+def serve_url(args: argparse.Namespace, points: Sequence[Point]) -> Iterator[dict[str, Any]]:
     """The sweep against a running server; preemptions come from its metrics, if it has them."""
     cfg = ModelConfig.from_dir(resolve_model(args.model))
     server = Server(args.url, args.api_key)
     max_len = args.max_model_len or cfg.max_position_embeddings
     jobs = _make_jobs(args, cfg.vocab_size, max_len)
     print(f"{args.url} {server.model}: {_describe(jobs, args)}\n{_titles()}", flush=True)
-    results = []
     for point in points:
         before = server.metrics()
         # Other tokens each time: none must find cached what an earlier point has computed.
         jobs = _make_jobs(args, cfg.vocab_size, max_len, f"{point} {time.time()}")
         load = server.run(jobs, point, args.temperature, args.seed)
-        results.append(_url_result(load, before, server.metrics(), point, args))
-        print(_row(results[-1]), flush=True)
+        result = _url_result(load, before, server.metrics(), point, args)
+        print(_row(result), flush=True)
         for reason in sorted({each.failed for each in load.records if each.failed})[:3]:
             print(f"  failed: {reason}", flush=True)
-    return results
+        yield result
 
 
 def _url_result(
@@ -290,7 +288,7 @@ def _launch_simulated(
 def warm_up(engine: Engine, rows: int, seed: int) -> None:
     """Compile and record what first requests would: both kinds of decode steps, with batches of all sizes."""
     spec = engine.spec
-    sizes = [rows, *(1 << bit for bit in reversed(range(rows.bit_length())))]
+    sizes = buckets(rows)[::-1]  # of most rows first: what has fewer then fits the memory of what has more
     for shape in dict.fromkeys((spec, None)):
         engine.set_spec(shape)
         session = Session(engine, name=f"warm-up, {shape}")
@@ -309,7 +307,7 @@ def _jobs(args: argparse.Namespace, engine: Engine) -> list[Job]:
 def _make_jobs(args: argparse.Namespace, vocab: int, max_len: int, salt: str = "") -> list[Job]:
     return make_jobs(
         args.requests,
-        SHAREGPT if args.lengths == "sharegpt" else (args.input_len, args.output_len),
+        sharegpt(args.output_scale) if args.lengths == "sharegpt" else (args.input_len, args.output_len),
         vocab=vocab,
         max_len=max_len,
         shared_prefix=args.shared_prefix,
@@ -321,8 +319,8 @@ def _make_jobs(args: argparse.Namespace, vocab: int, max_len: int, salt: str = "
 def _workload(args: argparse.Namespace) -> dict[str, Any]:
     """What a result depends on besides its point and its environment."""
     names = ("model", "requests", "lengths", "shared_prefix", "temperature", "seed")
-    fixed = ("input_len", "output_len") if args.lengths == "fixed" else ()
-    return {name: getattr(args, name) for name in (*names, *fixed)}
+    more = ("input_len", "output_len") if args.lengths == "fixed" else ("output_scale",)
+    return {name: getattr(args, name) for name in (*names, *more)}
 
 
 def _heading(engine: Engine, args: argparse.Namespace) -> str:
@@ -377,6 +375,8 @@ def _points(args: argparse.Namespace) -> list[Point]:
     for name in ("requests", "input_len", "output_len", "repeats", "new_tokens", "streams", "trace_steps"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+    if not 0.0 < args.output_scale <= 4.0:
+        raise ConfigError("--output-scale must be above 0 and at most 4")
     if args.scenario:
         return []
     if args.request_rate:
@@ -413,6 +413,13 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
         default="sharegpt",
         help="sharegpt: log-normal, about means of 161 tokens in and 338 out; fixed: --input-len and "
         "--output-len (default sharegpt)",
+    )
+    group.add_argument(
+        "--output-scale",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="of sharegpt: answers are so many times as long, and the load as much shorter (default 1)",
     )
     group.add_argument("--input-len", type=int, default=1024, help="prompt tokens (default 1024)")
     group.add_argument("--output-len", type=int, default=128, help="tokens to generate (default 128)")

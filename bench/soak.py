@@ -29,14 +29,15 @@ from typing import Any
 
 import torch
 
-from bench.cycles import write_jsonl
 from bench.drift import BLOCKS, Memory, StepTimes
+from bench.jsonl import write_jsonl
 from bench.load import Cycles, prefill_counters
 from bench.traffic import Plan, Traffic, fits_grammar
 from nextn.config import EngineConfig, SpecConfig
 from nextn.engine.bench import environment, read_texts
 from nextn.engine.engine import Engine
 from nextn.engine.flags import add_engine_flags, engine_config
+from nextn.engine.graphs import buckets
 from nextn.engine.llm import resolve_model
 from nextn.engine.request import Output, Request
 from nextn.engine.worker import leave_a_core_free
@@ -185,12 +186,11 @@ class Soak:
         """Record the steps that a GPU records when the first request asks for them: they take memory."""
         if not self.engine.worker.runs_ahead:
             return
-        sizes = [self._rows, *(1 << bit for bit in range(self._rows.bit_length()) if 1 << bit < self._rows)]
         count = 0
         for spec in self._shapes():
             self.engine.set_spec(spec)
             for params in self.traffic.kinds():
-                for size in sizes:
+                for size in reversed(buckets(self._rows)):
                     for _ in range(size):
                         count += 1
                         self.engine.add(Request(f"warm-up-{count}", self.traffic.prompt(24), params))
@@ -479,8 +479,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with stop_on_interrupt(soak):
         soak.run()
     good, result = soak.report()
-    if args.jsonl:
-        write_jsonl(args.jsonl, [result | {"model": args.model, "seed": args.seed, "longest": args.longest}])
+    write_jsonl(args.jsonl, [result | {"model": args.model, "seed": args.seed, "longest": args.longest}])
     return 0 if good and not soak.stop else 130 if good else 1
 
 

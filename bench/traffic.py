@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bench.load import LogNormal, random_tokens
+from bench.load import LogNormal
+from nextn.engine.bench import random_tokens
 from nextn.engine.engine import Engine
 from nextn.engine.grammar import Grammar
 from nextn.engine.request import Request, SamplingParams
@@ -41,6 +42,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 GRAMMARS = {"numbers": Grammar("regex", NUMBERS), "object": Grammar("json_schema", OBJECT)}
+GRAMMAR_TOKENS = 32
+"""Fewest tokens of an answer with a grammar, so that one can end; every prompt leaves room for them."""
 FAMILIES = 6
 TENANTS = 3
 
@@ -152,13 +155,13 @@ class Traffic:
 
     def _prompt(self) -> list[int]:
         """Behind a shared prefix, as the next turn of a conversation, or new."""
-        rng, tail = self._rng, self._cut(self._tail.draw(self._rng))
+        rng, prompt = self._rng, self._cut(self._tail.draw(self._rng))
         source = rng.random()
         if source < 0.4:
-            return rng.choice(self._families) + tail
-        if source < 0.6 and self._ended:
-            return (rng.choice(self._ended) + tail)[: self._longest - 8]
-        return tail
+            prompt = rng.choice(self._families) + prompt
+        elif source < 0.6 and self._ended:
+            prompt = rng.choice(self._ended) + prompt
+        return prompt[: self._longest - GRAMMAR_TOKENS]
 
     def _cut(self, length: int) -> list[int]:
         """Tokens from anywhere in the texts, or random ones."""
@@ -178,7 +181,10 @@ class Traffic:
         seed, max_tokens = rng.randrange(2**31), max(1, max_tokens)
         if option in GRAMMARS:
             return SamplingParams(
-                max_tokens=max(32, max_tokens), temperature=0.7, seed=seed, grammar=GRAMMARS[option]
+                max_tokens=max(GRAMMAR_TOKENS, max_tokens),
+                temperature=0.7,
+                seed=seed,
+                grammar=GRAMMARS[option],
             )
         options = {"temperature": 0.0, **OPTIONS[option]}
         if rng.random() < 0.3:

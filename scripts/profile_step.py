@@ -14,7 +14,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,19 +22,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from nextn.config import SpecConfig
 from nextn.engine.bench import BatchRun, make_prompts, simulated_lengths, spare_tokens
+from nextn.engine.busy import Launch, export, merge
 from nextn.engine.engine import Engine
 from nextn.engine.flags import add_engine_flags, engine_config
 from nextn.engine.llm import resolve_model
 from nextn.errors import ConfigError, NextnError
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One kernel or copy on the device, in microseconds of the trace's clock."""
-
-    name: str
-    start: float
-    end: float
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,10 +65,10 @@ def trace(engine: Engine, spec: SpecConfig | None, args: argparse.Namespace) -> 
     run.close()
     if args.trace:
         path = args.trace.with_stem(f"{args.trace.stem}-{str(spec or 'plain').replace('/', '-')}")
-        profiler.export_chrome_trace(str(path))
+        export(profiler, path)
         print(f"trace: {path}")
     steps = len(measured.cycle_ms) + int(engine.worker.runs_ahead)  # one more was under way at the end
-    return sorted(_launches(profiler), key=lambda each: each.start), steps
+    return list(_launches(profiler)), steps
 
 
 def _launches(profiler: profile) -> Iterator[Launch]:
@@ -87,11 +79,11 @@ def _launches(profiler: profile) -> Iterator[Launch]:
 
 def report(spec: SpecConfig | None, launches: Sequence[Launch], steps: int, args: argparse.Namespace) -> None:
     """Print the split by kernel, per step, and how busy the device was."""
-    span = max(each.end for each in launches) - launches[0].start
+    seen = merge(launches)
     print(
         f"\n{spec or 'plain'}, batch {args.batch_size}, context {args.input_len}: {steps} steps, "
-        f"{span / steps / 1e3:.3f} ms a step, {len(launches) / steps:.0f} launches a step, "
-        f"GPU busy {100 * busy(launches) / span:.1f} %"
+        f"{seen.span_us / steps / 1e3:.3f} ms a step, {seen.launches / steps:.0f} launches a step, "
+        f"GPU busy {100 * seen.share:.1f} %"
     )
     totals: dict[str, list[float]] = defaultdict(list)
     for each in launches:
@@ -105,15 +97,6 @@ def report(spec: SpecConfig | None, launches: Sequence[Launch], steps: int, args
                 f"{name:56} {len(times) / steps:7.1f} {total / len(times):8.2f} "
                 f"{total / steps:10.1f} {100 * total / everything:6.1f}%"
             )
-
-
-def busy(launches: Sequence[Launch]) -> float:
-    """Microseconds in which at least one launch was running; they come sorted by start."""
-    total, reached = 0.0, float("-inf")
-    for each in launches:
-        total += max(0.0, each.end - max(each.start, reached))
-        reached = max(reached, each.end)
-    return total
 
 
 def short_name(name: str) -> str:

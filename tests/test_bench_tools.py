@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from nextn.config import SpecConfig
+from nextn.engine.bench import make_prompts, random_prompts
 from tests.tiny import TINY, tiny_engine, tiny_models
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,14 +121,29 @@ def test_no_token_flips_between_chains_and_plain_steps_in_float64() -> None:
     assert (found["positions"], found["flips"], found["rate"]) == (120, 0, 0.0)
 
 
-def test_a_profile_counts_overlapping_launches_once() -> None:
-    """Two launches side by side make the device busy for their union."""
+def test_a_profile_counts_overlapping_launches_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Launches side by side, in any order, make the device busy for their union."""
     profile_step = _script("profile_step")
-    launch = profile_step.Launch
-    launches = [launch("a", 0.0, 4.0), launch("b", 2.0, 3.0), launch("c", 3.0, 6.0), launch("d", 10.0, 11.0)]
-    assert profile_step.busy(launches) == 7.0
+    spans = {"d": (10.0, 12.0), "b": (2.0, 3.0), "a": (0.0, 4.0), "c": (3.0, 6.0)}
+    launches = [profile_step.Launch(name, *span) for name, span in spans.items()]
+    profile_step.report(None, launches, 2, argparse.Namespace(batch_size=1, input_len=8))
+    assert "0.006 ms a step, 2 launches a step, GPU busy 66.7 %" in capsys.readouterr().out
     name = "void at::native::vectorized_elementwise_kernel<4, at::native::X>(int)"
     assert profile_step.short_name(name) == "vectorized_elementwise_kernel"
+
+
+def test_a_profile_s_trace_makes_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A wrong path must not cost the run that it was to show."""
+    profile_step = _script("profile_step")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    on_cpu = [torch.profiler.ProfilerActivity.CPU]
+    monkeypatch.setattr(profile_step, "profile", lambda activities: torch.profiler.profile(activities=on_cpu))
+    args = argparse.Namespace(
+        batch_size=1, input_len=8, output_len=1, prompts=None, seed=0, simulate_accept_length=2.5
+    )
+    args.trace = tmp_path / "new" / "folder" / "step.json"
+    profile_step.trace(tiny_engine(), None, args)
+    assert "traceEvents" in json.loads((tmp_path / "new" / "folder" / "step-plain.json").read_text())
 
 
 def test_profiling_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,9 +155,56 @@ def test_profiling_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_case_s_prompts_are_the_same_in_every_run() -> None:
-    """Random ids, fixed by the seed."""
-    from bench import cycles
-
+    """Random ids, fixed by the seed, for `bench.cycles` and `bench_one_batch` alike."""
     engine = tiny_engine()
-    assert cycles.prompts(engine, 5, 2, 1) == cycles.prompts(engine, 5, 2, 1)
-    assert isinstance(cycles._parser(), argparse.ArgumentParser)
+    prompts = random_prompts(engine, 5, 2, 1)
+    assert prompts == random_prompts(engine, 5, 2, 1)
+    assert prompts == make_prompts(argparse.Namespace(prompts=None, input_len=5, seed=1), engine, 2)
+    assert prompts[0] != prompts[1]
+
+
+def test_options_of_a_batch_above_the_rows_are_refused_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Exit status 2, and the flag that would do."""
+    from bench import options
+
+    assert options.main(["nowhere", "--batch-size", "1", "32"]) == 2
+    assert "--max-running-requests 16; raise it to 32" in capsys.readouterr().err
+
+
+def test_options_keep_the_batches_before_one_that_fails_its_check(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Exit status 1, with the figures of the batch that passed."""
+    from bench import options
+
+    monkeypatch.setattr(options.Engine, "from_config", lambda *_: tiny_engine(max_running_requests=2))
+    monkeypatch.setattr(options, "resolve_model", Path)
+    monkeypatch.setattr(options, "captured_steps_agree", lambda _engine, batch, *_, **__: batch == 1)
+    monkeypatch.setattr(options, "CYCLES", 3)
+    monkeypatch.setattr(options, "CASES", {name: options.CASES[name] for name in list(options.CASES)[-2:]})
+    monkeypatch.setitem(options.CASES, "every option, 20 logprobs", (0.8, {"logprobs": 2}))
+    monkeypatch.setitem(options.CASES, "every option", (0.8, {"top_k": 5}))
+    path = tmp_path / "out.jsonl"
+    flags = ["--batch-size", "1", "2", "--context", "8", "--spec", "off", "--jsonl", str(path)]
+    assert options.main(["demo", *flags]) == 1
+    assert [json.loads(text)["batch_size"] for text in path.read_text().splitlines()] == [1, 1]
+
+
+def test_json_lines_are_written_as_they_come_and_replace_an_older_file(tmp_path: Path) -> None:
+    """The older file stays until there is a first result; each line is there before the next is made."""
+    from bench.jsonl import write_jsonl
+
+    path = tmp_path / "out.jsonl"
+    path.write_text("older\n")
+    seen = []
+
+    def results() -> Iterator[dict[str, object]]:
+        for number in range(3):
+            seen.append(path.read_text())
+            yield {"number": number}
+
+    assert write_jsonl(path, results()) == [{"number": number} for number in range(3)]
+    assert seen == ["older\n", '{"number": 0}\n', '{"number": 0}\n{"number": 1}\n']
+    assert write_jsonl(None, results()) == [{"number": number} for number in range(3)]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
 import statistics
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench import busy, serve
-from bench.http_load import take
+from bench import scenarios, serve
+from bench.http_load import Load, take
 from bench.load import SHAREGPT, Cycles, Job, LogNormal, Point, Record, Run, Session, figures, make_jobs
 from nextn.config import SpecConfig
+from nextn.engine import busy
 from nextn.engine.request import Output
 from nextn.errors import ConfigError
 from tests.tiny import prompt_of, tiny_engine
@@ -53,10 +57,10 @@ def test_another_salt_gives_other_tokens_of_the_same_lengths() -> None:
 
 
 def test_no_session_finds_what_another_has_computed() -> None:
-    """The same prompts, a second time: nothing comes from the cache, though within a session it does."""
+    """The same prompts and name again: nothing comes from the cache, though within a session it does."""
     engine = tiny_engine()
-    for name in ("first", "second"):
-        session = Session(engine, name=name)
+    for _ in range(2):
+        session = Session(engine, name="load")
         for _ in range(2):
             session.add(Job(prompt_of(64, seed=1), 2))
             session.drain()
@@ -156,6 +160,101 @@ def test_a_streamed_answer_s_deliveries_are_its_chunks_with_text() -> None:
     assert (record.cycles, record.emitted) == (2, 4)
     with pytest.raises(OSError, match="overloaded"):
         take(record, {"error": {"message": "overloaded"}}, 4.0)
+
+
+class Answering:
+    """A server that answers each request with the same events."""
+
+    model = "demo"
+
+    def __init__(self, event: object) -> None:
+        self._event = event
+
+    def metrics(self) -> dict[str, float]:
+        """It has no such page."""
+        return {}
+
+    def stream(self, _body: dict[str, Any]) -> Iterator[Any]:
+        """One delivery, then the event, which may be an error to raise."""
+        yield {"choices": [{"text": "a"}]}
+        if isinstance(self._event, Exception):
+            raise self._event
+        yield self._event
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"choices": [], "usage": {"total_tokens": 3}},
+        {"choices": None},
+        {"choices": ["text"]},
+        ["a list"],
+        None,
+        {"error": "overloaded"},
+        TimeoutError(),
+    ],
+    ids=repr,
+)
+def test_every_request_leaves_a_record_whatever_the_server_sends(event: object) -> None:
+    """What is no completion counts as failed, with a reason."""
+    load = Load(Answering(event), 0.0)  # type: ignore[arg-type]
+    load.run([Job([5, 6], 3)] * 4, Point(concurrency=2), seed=0)
+    assert load.done == len(load.records) == 4
+    assert all(record.failed for record in load.records)
+    assert figures(load.records, load.seconds)["failed"] == 4
+
+
+def test_an_error_that_nobody_foresaw_ends_the_load() -> None:
+    """It does not pass for a request that went well."""
+    load = Load(Answering(AssertionError("a defect")), 0.0)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="a defect"):
+        load.run([Job([5, 6], 3)] * 2, Point(concurrency=2), seed=0)
+    assert load.done == 2
+
+
+@pytest.mark.parametrize("error", [ConfigError("the second point fails"), KeyboardInterrupt()], ids=repr)
+def test_a_sweep_that_is_cut_short_keeps_what_it_has_measured(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first point's line is in the file when the second one fails or is interrupted."""
+    monkeypatch.setattr(serve, "_engine", lambda *_: tiny_engine())
+    measure = serve.measure
+
+    def failing(engine: Any, point: Point, args: argparse.Namespace) -> Any:
+        if point.concurrency == 2:
+            raise error
+        return measure(engine, point, args)
+
+    monkeypatch.setattr(serve, "measure", failing)
+    path = tmp_path / "new" / "out.jsonl"
+    flags = ["--requests", "2", "--concurrency", "1,2", "--lengths", "fixed", "--input-len", "6"]
+    flags += ["--output-len", "4", "--jsonl", str(path)]
+    if isinstance(error, ConfigError):
+        assert serve.main(["demo", *flags]) == 2
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            serve.main(["demo", *flags])
+    assert [json.loads(text)["point"] for text in path.read_text().splitlines()] == ["concurrency 1"]
+
+
+@pytest.mark.parametrize(
+    ("run", "sizes", "blamed"),
+    [
+        ("long-prompt", {"long_prompt": 512, "stream_prompt": 8}, "--long-prompt 512 and a token"),
+        ("long-prompt", {"long_prompt": 200, "stream_prompt": 512}, "--stream-prompt 512 and a token"),
+        (
+            "prefix-hit",
+            {"shared_prompt": 500, "new_tokens": 12},
+            "--shared-prompt 500 and --new-tokens 12 and",
+        ),
+    ],
+)
+def test_a_scenario_that_does_not_fit_names_the_flags_that_are_too_large(
+    run: str, sizes: dict[str, int], blamed: str
+) -> None:
+    """Not another one, which would do."""
+    with pytest.raises(ConfigError, match=f"^{blamed}.* 512 tokens of a request"):
+        scenarios.SCENARIOS[run](tiny_engine(), argparse.Namespace(seed=0, temperature=0.0, **sizes))
 
 
 def test_a_sweep_prints_a_row_a_point_with_and_without_speculation(

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from bench import soak
-from bench.drift import Memory, StepTimes, permutation_p, theil_sen
+from bench.drift import MIN_P, Memory, StepTimes, permutation_p, theil_sen
 from bench.soak import Ledger, Soak
-from bench.traffic import Plan, Traffic
+from bench.traffic import GRAMMARS, Plan, Traffic
 from nextn.config import SpecConfig
 from nextn.engine.engine import Engine
 from nextn.engine.request import Output, Request, SamplingParams
@@ -41,6 +41,19 @@ def test_a_slow_drift_is_told_from_noise() -> None:
     assert rising.change == pytest.approx(0.075, abs=0.02)
     assert rising.slope == pytest.approx(0.10, abs=0.03)
     assert StepTimes().change() is None
+
+
+def test_no_verdict_on_step_times_is_one_that_could_not_be_bad() -> None:
+    """For every number of blocks: no verdict, or one that finds steps that take twice as long at the end."""
+    verdicts = []
+    for blocks in range(41):
+        times = StepTimes()
+        for block in range(blocks):
+            for _ in range(5):
+                times.add(block, "kind", 20.0 if block >= blocks // 2 else 10.0)
+        verdicts.append(times.change())
+    assert all(each is None or (each.p < MIN_P and not each.is_noise) for each in verdicts)
+    assert sum(each is not None for each in verdicts) >= 20
 
 
 def test_the_statistics_are_what_their_names_say() -> None:
@@ -104,6 +117,24 @@ def test_traffic_is_the_seed_s_and_all_of_it_can_be_served_but_what_is_to_be_ref
     for _ in range(10):
         with pytest.raises(RequestError):
             engine.add(streams[0].draw_refused())
+
+
+@pytest.mark.parametrize("longest", [64, 128, 256])
+def test_no_request_is_drawn_above_the_longest(longest: int) -> None:
+    """Whatever the prompt is made of, and though an answer with a grammar has room to end."""
+    traffic = Traffic(tiny_engine(), longest, 3, ["text"])
+    traffic._has_grammars = True
+    seen = set()
+    for _ in range(1500):
+        for plan in traffic.draw():
+            request = plan.request
+            assert 0 < len(request.prompt_tokens) <= longest - request.params.max_tokens
+            seen.add(plan.option)
+            plan.tokens = [5] * request.params.max_tokens
+            traffic.ended(plan)
+    assert seen > set(GRAMMARS)
+    for plan in traffic.draw_longest() + traffic.draw_growing():
+        assert len(plan.request.prompt_tokens) + plan.request.params.max_tokens <= longest
 
 
 def run(engine: Engine, seconds: float) -> Soak:

@@ -11,6 +11,7 @@ import pytest
 
 from nextn.engine.bench import BatchRun, main, simulated_lengths
 from nextn.engine.worker import leave_a_core_free
+from nextn.errors import ConfigError
 from tests.tiny import TINY, prompt_of, tiny_engine
 
 FIELDS = {
@@ -145,3 +146,12 @@ def test_batches_of_one_prompt_are_prefilled_alike_though_the_engine_has_a_prefi
         run = BatchRun(engine, [prompt_of(40, 1)] * 2, 8, 0.0)
         assert max(entry.cached for entry in run.entries[:1]) == 0
         run.close()
+
+
+def test_a_batch_above_the_rows_is_not_blamed_on_the_cache() -> None:
+    """The sentence names the flag that helps, and nothing stays queued."""
+    engine = tiny_engine(max_running_requests=2)
+    with pytest.raises(ConfigError, match="--max-running-requests 2; raise it to 3"):
+        BatchRun(engine, [prompt_of(4, 1)] * 3, 8, 0.0)
+    assert not engine.has_work()
+    BatchRun(engine, [prompt_of(4, 1)] * 2, 8, 0.0).close()
