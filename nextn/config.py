@@ -440,7 +440,7 @@ class EngineConfig:
     mem_fraction: float = 0.85
     prefix_cache: bool = True
     chunked_prefill_size: int = 2048
-    max_prefill_ms: float = 200.0
+    max_prefill_ms: float = 210.0
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     seed: int = 0
     max_draft_tokens: int = 0

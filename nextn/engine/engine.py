@@ -102,6 +102,7 @@ class Engine:
             settled=worker.settled_tokens,
         )
         self._reserve = config.largest_tree
+        self._chunk_size = config.chunked_prefill_size
         self._spec: SpecConfig | None = None
         self.set_spec(config.spec if worker.can_draft else None)
         self.depth = PIPELINE_DEPTH if worker.runs_ahead else 1
@@ -129,20 +130,26 @@ class Engine:
         return engine
 
     def warm_up(self) -> None:
-        """Compute a long prompt and forget it, so that no request waits for prefill's kernels to compile.
+        """Compute prompts and forget them, so that no request waits for prefill's kernels to compile.
 
-        Long chunks, and a short one behind a long prefix; short prompts are captured. It also tells the
-        pace how long prefill takes here.
+        They are chosen by the number of tokens: whole and not whole multiples of Triton's 16. A prompt with
+        log-probabilities is never computed as chains, however short. This also tells the pace how long
+        prefill takes here.
         """
         started = time.perf_counter()
         room = self.pool.num_pages * self.pool.page_size - self._reserve
-        length = min(WARM_UP_TOKENS, self.max_model_len - 1, room - 1)
-        if length < 1:
+        longest = min(WARM_UP_TOKENS, self.max_model_len - 1, room - 1)
+        if longest < 1:
             return
-        self.add(Request("warm-up", [0] * length, SamplingParams(max_tokens=1, ignore_eos=True)))
-        while self.has_work():
-            self.step()
-        self.scheduler.cache.clear()
+        sizes = [1 << bit for bit in range(4, self._chunk_size.bit_length())]
+        for length in (WARM_UP_TOKENS, *sizes, *(size - 1 for size in sizes)):
+            if length > longest and length != WARM_UP_TOKENS:
+                continue
+            params = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=0)
+            self.add(Request("warm-up", [0] * min(length, longest), params))
+            while self.has_work():
+                self.step()
+            self.scheduler.cache.clear()
         self.counters = Stats()
         logger.info("warmed up prefill in %.1f s", time.perf_counter() - started)
 
