@@ -39,9 +39,7 @@ class Tokenizer:
     def __init__(self, path: Path) -> None:
         """Read tokenizer.json and its companions in `path`; raise CheckpointError if that cannot work."""
         if not (path / "tokenizer.json").is_file():
-            raise CheckpointError(
-                f"{path} has no tokenizer.json; copy the checkpoint's tokenizer files there"
-            )
+            raise CheckpointError(_no_tokenizer(path))
         settings = _read_json(path / "tokenizer_config.json")
         self._fast = _load(path)
         self._model = self._fast.backend_tokenizer
@@ -255,6 +253,17 @@ class _StopFinder:
         while matched and self.text[matched] != character:
             matched = self._fallback[matched - 1]
         return matched + (self.text[matched] == character)
+
+
+def _no_tokenizer(path: Path) -> str:
+    """What to do about a directory without tokenizer.json; Kimi-K2's ranks do not say how text is split."""
+    if (path / "tiktoken.model").is_file():
+        return (
+            f"{path} has tiktoken.model and no tokenizer.json: that tokenizer needs code of the checkpoint's "
+            "own (transformers' trust_remote_code), which nextn never runs; convert it to a tokenizer.json "
+            "elsewhere, with transformers' convert_tiktoken_to_fast, and put that file there"
+        )
+    return f"{path} has no tokenizer.json; copy the checkpoint's tokenizer files there"
 
 
 def _load(path: Path) -> PreTrainedTokenizerFast:

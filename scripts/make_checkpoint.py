@@ -8,24 +8,15 @@ from __future__ import annotations
 
 import argparse
 import logging
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from nextn.errors import NextnError
+from nextn.models.output import SHARD_BYTES, parse_size
 from nextn.models.random_checkpoint import read_config, write_random_checkpoint
 
 RawDescription = argparse.RawDescriptionHelpFormatter
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as 500MB, 4G or 1000000."""
-    match = re.fullmatch(r"(\d+)([KMG]?)B?", text.upper())
-    if not match or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, or a number and KB, MB or GB")
-    return int(match[1]) * UNITS[match[2]]
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -35,7 +26,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     option("--config", type=Path, required=True, help="config.json, or a directory that has one")
     option("--output-dir", type=Path, required=True, help="directory to write; new or empty")
     option("--dtype", choices=["fp8", "bf16", "fp32"], default="fp8", help="how linear layers are stored")
-    option("--shard-size", type=parse_size, default=10**9, help="most bytes a file (default 1GB)")
+    option("--shard-size", type=parse_size, default=SHARD_BYTES, help="most bytes a file (default 4.3 GB)")
     option("--no-nextn-copies", action="store_true", help="no embedding and head in the NextN layer")
     option("--tokenizer", type=Path, help="directory whose tokenizer files are copied")
     option("--seed", type=int, default=0, help="the same seed gives the same values (default 0)")
@@ -60,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NextnError as error:
         print(f"make_checkpoint: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("make_checkpoint: interrupted; the same command goes on with what was written", file=sys.stderr)
+        return 130
     return 0
 
 

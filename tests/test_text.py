@@ -262,6 +262,19 @@ def test_a_directory_without_tokenizer_is_a_checkpoint_error(tmp_path: Path) -> 
         Tokenizer(tmp_path)
 
 
+def test_a_tokenizer_that_needs_the_checkpoint_s_own_code_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    """Kimi-K2 ships ranks and a Python file; beside a tokenizer.json they are no matter."""
+    (tmp_path / "tiktoken.model").write_text("AA== 0\n")
+    (tmp_path / "tokenization_kimi.py").write_text("raise SystemExit('this ran')")
+    auto = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto}))
+    with pytest.raises(CheckpointError, match=r"own \(.*, which nextn never runs; convert it to a") as caught:
+        Tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+    write_tokenizer(tmp_path, auto_map=auto)
+    assert Tokenizer(tmp_path).encode("a")
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"model": 3}'])
 def test_a_broken_tokenizer_file_is_a_checkpoint_error(tmp_path: Path, content: str) -> None:
     write_tokenizer(tmp_path)

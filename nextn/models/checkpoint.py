@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from nextn.errors import CheckpointError
 
@@ -25,7 +25,7 @@ _ITEM_BYTES = {
     "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
 _MAX_HEADER_BYTES = 100_000_000
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 4 << 20
 _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -47,16 +47,20 @@ class StoredTensor:
         return self.end - self.begin
 
     def chunks(self) -> Iterator[bytes]:
-        """The tensor's bytes in order, in pieces of at most 16 MiB."""
-        with self.file.open("rb") as stream:
-            stream.seek(self.begin)
-            left = self.nbytes
-            while left:
-                piece = stream.read(min(left, _CHUNK_BYTES))
-                if not piece:
-                    raise CheckpointError(f"{self.file} ended inside {self.name}; the file is truncated")
-                left -= len(piece)
-                yield piece
+        """The tensor's bytes in order, in pieces of at most 4 MiB."""
+        try:
+            with self.file.open("rb") as stream:
+                stream.seek(self.begin)
+                left = self.nbytes
+                while left:
+                    wanted = min(left, _CHUNK_BYTES)
+                    piece = stream.read(wanted)
+                    if len(piece) < wanted:
+                        raise CheckpointError(f"{self.file} ended inside {self.name}; the file is truncated")
+                    left -= len(piece)
+                    yield piece
+        except OSError as error:
+            raise CheckpointError(f"{self.file} cannot be read at {self.name}: {error}") from None
 
 
 class Checkpoint:
@@ -233,52 +237,81 @@ def _stored(file: Path, name: str, entry: Mapping[str, Any], base: int) -> Store
     return StoredTensor(name, dtype, shape, file, base + begin, base + end)
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where tensors lie in a file: the header's bytes, and each tensor's [begin, end) in the file."""
+
+    header: bytes
+    places: Mapping[str, tuple[int, int]]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole file."""
+        return max((end for _, end in self.places.values()), default=len(self.header))
+
+
+def lay_out(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> Layout:
+    """The layout of a safetensors file with these dtype codes and shapes by name.
+
+    The widest items come first, so that every tensor stays aligned to its own item size.
+    """
+    order = sorted(tensors, key=lambda name: (-_ITEM_BYTES[tensors[name][0]], name))
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, tuple[int, int]] = {}
+    offset = 0
+    for name in order:
+        dtype, shape = tensors[name]
+        offsets[name] = (offset, offset + tensor_bytes(dtype, shape))
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets[name])}
+        offset = offsets[name][1]
+    header = json.dumps(table, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    header = len(header).to_bytes(8, "little") + header
+    base = len(header)
+    return Layout(header, {name: (base + begin, base + end) for name, (begin, end) in offsets.items()})
+
+
+def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor with this dtype code and shape."""
+    return math.prod(shape) * _ITEM_BYTES[dtype]
+
+
 def write_tensors(
     file: Path,
     tensors: Mapping[str, tuple[str, Sequence[int]]],
     pieces: Callable[[str], Iterable[bytes | memoryview]],
     advance: Callable[[int], None] = lambda nbytes: None,
+    *,
+    done: int = 0,
+    after: Callable[[BinaryIO, int], None] = lambda stream, count: None,
 ) -> None:
     """Write a safetensors file piece by piece, in constant memory.
 
-    tensors: dtype code and shape by name. pieces: a tensor's bytes in order, asked for once each, as the file
-    has them. advance: called with the number of bytes after each piece. Raises `CheckpointError` where the
+    tensors: dtype code and shape by name. pieces: a tensor's bytes in order, asked for once each and in the
+    order of `tensors` (the layout may be another), as the file has them. advance: called with the number of
+    bytes after each piece. done: so many of the first tensors are in `file` already. after(stream, count):
+    called after each tensor, when the first `count` have been written. Raises `CheckpointError` where the
     pieces are not as long as the shape says.
     """
-    # The widest items come first, so that every tensor stays aligned to its own item size.
-    order = sorted(tensors, key=lambda name: (-_ITEM_BYTES[tensors[name][0]], name))
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    sizes: dict[str, int] = {}
-    offset = 0
-    for name in order:
-        dtype, shape = tensors[name]
-        sizes[name] = math.prod(shape) * _ITEM_BYTES[dtype]
-        end = offset + sizes[name]
-        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    header = json.dumps(table, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    with file.open("wb") as stream:
-        stream.write(len(header).to_bytes(8, "little") + header)
-        for name in order:
+    layout = lay_out(tensors)
+    with file.open("r+b" if done else "wb") as stream:
+        if not done:
+            stream.write(layout.header)
+        for count, name in enumerate(tensors, start=1):
+            if count <= done:
+                continue
+            begin, end = layout.places[name]
+            stream.seek(begin)
             written = 0
             for piece in pieces(name):
+                written += memoryview(piece).nbytes
+                if begin + written > end:
+                    break  # it would run into the next tensor
                 stream.write(piece)
-                written += len(piece)
-                advance(len(piece))
-            if written != sizes[name]:
-                raise CheckpointError(f"{file}: {name} came as {written} bytes instead of {sizes[name]}")
-
-
-def copy_tensors(
-    file: Path, tensors: Mapping[str, StoredTensor], advance: Callable[[int], None] = lambda nbytes: None
-) -> None:
-    """Write `file` with the given tensors under their new names, their bytes unchanged, in constant memory.
-
-    advance: called with the number of bytes after each piece.
-    """
-    entries = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    write_tensors(file, entries, lambda name: tensors[name].chunks(), advance)
+                advance(memoryview(piece).nbytes)
+            if begin + written != end:
+                raise CheckpointError(f"{file}: {name} came as {written} bytes instead of {end - begin}")
+            after(stream, count)
 
 
 def write_json(file: Path, value: object) -> None:

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from nextn.errors import CheckpointError
-from nextn.kernels.ref.gemm import Block, dequantize, scale_shape
+from nextn.kernels.ref.gemm import Block, scale_shape
 from nextn.models.checkpoint import Checkpoint, StoredTensor, shorten
+from nextn.models.fp8 import dequantize_blocks
 from nextn.models.progress import Progress
 from nextn.models.reader import LargeRoom, Reader
 from nextn.models.specs import TensorSpec
@@ -343,4 +344,4 @@ def _read_item(reader: Reader, item: LoadItem, block_size: Block) -> tuple[Tenso
         return weight, scale
     ranges = zip(_part(item.spec), held, strict=True)
     inner = tuple(slice(start - a, stop - a) for (start, stop), (a, _) in ranges)
-    return dequantize(weight, scale, block_size, torch.float64)[inner], None
+    return dequantize_blocks(weight, scale, block_size, torch.float64)[inner], None

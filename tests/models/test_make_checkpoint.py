@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,10 +16,14 @@ import pytest
 import torch
 
 from nextn.errors import CheckpointError
-from nextn.kernels.ref.gemm import dequantize
-from nextn.models.random_checkpoint import quantize_blocks, write_random_checkpoint, write_shards
+from nextn.models import random_checkpoint
+from nextn.models.dummy import weight_std
+from nextn.models.fp8 import quantize_blocks
+from nextn.models.output import NewTensor
+from nextn.models.random_checkpoint import SMALL, StoredAs, write_checkpoint, write_random_checkpoint
+from nextn.models.specs import TensorSpec
 from tests.compare import assert_close
-from tests.models.checkpoints import DATA, read_all, small_config
+from tests.models.checkpoints import DATA, Tensors, read_all, small_config, specs_of
 
 SCRIPTS = DATA.parent.parent / "scripts"
 
@@ -131,28 +138,167 @@ def test_config_follows_the_dtype(tmp_path: Path) -> None:
         assert written == config
 
 
-def test_quantisation_keeps_every_value_within_half_a_step_of_its_block(tmp_path: Path) -> None:
-    """e4m3 has 3 mantissa bits: the error is at most 1/16 of the value, or half the block's smallest step."""
-    weight = torch.randn(200, 300) * torch.logspace(-3, 3, 300)
-    weight[128:, :128] = 0
-    codes, scale = quantize_blocks(weight, (128, 128))
-    assert scale.shape == (2, 3)
-    assert codes.is_contiguous()
-    error = (dequantize(codes, scale, (128, 128), torch.float32) - weight).abs()
-    step = scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :300] * 2.0**-9
-    assert (error <= torch.maximum(weight.abs() / 16, step / 2) * 1.001).all()
-    assert (codes.float().abs()[:128, :128].max(), codes.float().abs().max()) == (448, 448)
+def wide_config() -> dict[str, Any]:
+    """A small model some of whose tensors are large enough to be put together instead of drawn."""
+    return small_config(
+        hidden_size=1024, intermediate_size=1100, q_lora_rank=None, vocab_size=1500, num_attention_heads=9
+    )
 
 
-def test_shards_hold_at_most_their_size_and_no_tensor_is_split(tmp_path: Path) -> None:
-    """Groups fill shards in order; a group that is larger than a shard gets one of its own."""
-    groups = [{f"t{i}": torch.zeros(size)} for i, size in enumerate((100, 100, 1000, 10))]
-    write_shards(tmp_path, groups, shard_size=850)
-    table = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    files = [f"model-0000{i}-of-00003.safetensors" for i in (1, 1, 2, 3)]
-    assert table["weight_map"] == {f"t{i}": file for i, file in enumerate(files)}
-    assert table["metadata"]["total_size"] == 4 * 1210
-    assert read_all(tmp_path).keys() == {"t0", "t1", "t2", "t3"}
+LARGE = {
+    "model.layers.0.mlp.gate_proj.weight": (1100, 1024),  # the last row of blocks is short
+    "model.layers.0.mlp.down_proj.weight": (1024, 1100),  # every row ends with a short block
+    "model.layers.2.eh_proj.weight": (1024, 2048),
+    "lm_head.weight": (1500, 1024),
+}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensors]:
+    """Its tensors, in each format."""
+    folder = tmp_path_factory.mktemp("wide")
+    formats: tuple[StoredAs, ...] = ("fp8", "bf16", "fp32")
+    for stored_as in formats:
+        write_random_checkpoint(wide_config(), folder / stored_as, stored_as=stored_as)
+    return {stored_as: read_all(folder / stored_as) for stored_as in formats}
+
+
+def test_large_tensors_have_the_statistics_of_small_ones(wide: dict[str, Tensors]) -> None:
+    """Normal values of the spec's spread in every row and column, and of both signs."""
+    specs = {spec.name: spec for spec in specs_of(wide_config())}
+    for name, shape in LARGE.items():
+        values = wide["fp32"][name]
+        assert values.shape == shape
+        assert values.numel() > SMALL
+        values = values / weight_std(specs[name])
+        assert abs(values.std() - 1) < 0.01, name
+        assert abs(values.mean()) < 0.01, name
+        assert abs(values.pow(4).mean() - 3) < 0.2, name
+        for dim in (0, 1):
+            spread = values.std(dim)
+            assert 0.8 < spread.min() <= spread.max() < 1.2, (name, dim)
+
+
+def test_large_tensors_are_the_same_numbers_in_every_format(wide: dict[str, Tensors]) -> None:
+    """bf16 rounds what fp32 holds; FP8 has its quantised values, up to the rounding of a scale."""
+    for name in LARGE:
+        plain = wide["fp32"][name]
+        assert_close(wide["bf16"][name], plain.bfloat16(), "bitwise", what=name)
+        if f"{name}_scale_inv" not in wide["fp8"]:
+            assert_close(wide["fp8"][name], plain.bfloat16(), "bitwise", what=name)
+            continue
+        codes, scale = quantize_blocks(plain, (128, 128))
+        assert_close(wide["fp8"][f"{name}_scale_inv"], scale, "fp32-op", what=name)
+        differing = (wide["fp8"][name].float() != codes.float()).float().mean()
+        assert differing < 1e-4, name  # quotients next to the middle of two codes
+
+
+def test_no_two_blocks_are_alike_and_every_block_uses_the_whole_range(wide: dict[str, Tensors]) -> None:
+    """No NaN code, a largest code of 448 in each block, no block nor scale twice, in one tensor or two."""
+    blocks, scales = [], []
+    for name in LARGE:
+        if f"{name}_scale_inv" in wide["fp8"]:
+            codes, scale = wide["fp8"][name], wide["fp8"][f"{name}_scale_inv"]
+            assert codes.float().isfinite().all()
+            for row in range(scale.shape[0]):
+                for column in range(scale.shape[1]):
+                    block = codes[row * 128 : row * 128 + 128, column * 128 : column * 128 + 128]
+                    assert block.float().abs().max() == 448
+                    blocks.append(block.contiguous().view(torch.uint8).numpy().tobytes())
+            scales += scale.flatten().tolist()
+    assert len(set(blocks)) == len(blocks) > 100
+    assert len(set(scales)) == len(scales)
+
+
+def test_large_values_follow_the_seed_and_the_name(tmp_path: Path) -> None:
+    """The same call gives the same bytes; another seed, another tensor other ones."""
+    shape = {"num_nextn_predict_layers": 0, "intermediate_size": 1100}
+    config = wide_config() | shape
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        write_random_checkpoint(config, tmp_path / name, seed=seed)
+    a, b, c = (read_all(tmp_path / name) for name in "abc")
+    gate, up = (f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up"))
+    assert_close(a[gate], b[gate], "bitwise")
+    assert (a[gate].float() != c[gate].float()).float().mean() > 0.4
+    assert (a[gate].float() != a[up].float()).float().mean() > 0.4
+
+
+def test_an_interrupted_run_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result of two runs is that of one, and what the first one wrote is not made again."""
+    write_random_checkpoint(small_config(), tmp_path / "whole", shard_size=10**6)
+    make, made = random_checkpoint._new_tensors, []
+
+    def interrupt(spec: TensorSpec, *args: Any) -> Any:
+        def pieces(tensor: NewTensor) -> Any:
+            made.append(tensor.name)
+            if tensor.name == "model.layers.1.mlp.experts.2.up_proj.weight" and len(made) < 1000:
+                made.extend([""] * 1000)
+                raise KeyboardInterrupt
+            return tensor.pieces()
+
+        return [replace(tensor, pieces=partial(pieces, tensor)) for tensor in make(spec, *args)]
+
+    monkeypatch.setattr(random_checkpoint, "_new_tensors", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_random_checkpoint(small_config(), tmp_path / "out", shard_size=10**6)
+    assert not (tmp_path / "out").exists()
+    first = len(made) - 1000
+    write_random_checkpoint(small_config(), tmp_path / "out", shard_size=10**6)
+    assert len(made) - 1000 < first + len(read_all(tmp_path / "whole")) - 5
+    assert {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()} == {
+        f.name: f.read_bytes() for f in (tmp_path / "whole").iterdir()
+    }
+
+
+# Given weights
+
+
+def test_given_weights_are_stored_in_the_official_format(tmp_path: Path) -> None:
+    """Linear layers but eh_proj are quantised, the bias stays float32, all else is bf16; copies repeat."""
+    specs = {spec.name: spec for spec in specs_of(small_config())}
+    weights = {name: torch.randn(spec.shape) for name, spec in specs.items()}
+    write_checkpoint(small_config(), tmp_path / "given", weights)
+    write_random_checkpoint(small_config(), tmp_path / "random")
+    written, random = read_all(tmp_path / "given"), read_all(tmp_path / "random")
+    assert {n: (t.dtype, t.shape) for n, t in written.items()} == {
+        n: (t.dtype, t.shape) for n, t in random.items()
+    }
+    for name, weight in weights.items():
+        if written[name].dtype == torch.float8_e4m3fn:
+            codes, scale = quantize_blocks(weight, (128, 128))
+            assert_close(written[name], codes, "bitwise", what=name)
+            assert_close(written[f"{name}_scale_inv"], scale, "bitwise", what=name)
+        else:
+            assert_close(written[name], weight.to(written[name].dtype), "bitwise", what=name)
+    for copy, original in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        assert_close(written[f"model.layers.2.{copy}.weight"], written[f"{original}.weight"], "bitwise")
+    write_checkpoint(small_config(), tmp_path / "asked", weights.__getitem__)
+    assert all(torch.equal(t.float(), written[n].float()) for n, t in read_all(tmp_path / "asked").items())
+
+
+GIVEN: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "missing": (lambda t: t.pop("lm_head.weight"), r"missing \(1\): lm_head\.weight"),
+    "unknown": (lambda t: t.update(x=torch.ones(1)), r"not the model's \(1\): x"),
+    "shape": (
+        lambda t: t.update({"model.norm.weight": torch.ones(3)}),
+        r"model\.norm\.weight is given as torch\.float32 \[3\]",
+    ),
+    "dtype": (
+        lambda t: t.update({"model.norm.weight": t["model.norm.weight"].int()}),
+        r"model\.norm\.weight is given as torch\.int32",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", GIVEN)
+def test_given_weights_must_be_the_models(tmp_path: Path, fault: str) -> None:
+    """Names, shapes and kinds of dtype; nothing is written otherwise."""
+    weights = {spec.name: torch.ones(spec.shape) for spec in specs_of(small_config())}
+    change, message = GIVEN[fault]
+    change(weights)
+    with pytest.raises(CheckpointError, match=message):
+        write_checkpoint(small_config(), tmp_path / "out", weights)
+    assert not (tmp_path / "out").exists()
 
 
 def test_command_writes_a_checkpoint_with_a_tokenizer(tmp_path: Path, script: ModuleType) -> None:

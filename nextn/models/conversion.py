@@ -1,0 +1,220 @@
+"""From one storage format to another, tensor by tensor: block FP8 to bf16 and back, streamed row by row.
+
+Only what changes is converted; all else is copied byte for byte. A value that is not finite, in what is
+written, is damage, and an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nextn.errors import CheckpointError
+from nextn.kernels.ref.gemm import Block, scale_shape
+from nextn.models.checkpoint import StoredTensor
+from nextn.models.fp8 import dequantize_blocks, quantize_blocks
+from nextn.models.output import NewTensor
+from nextn.models.reader import DTYPES, LargeRoom, Reader
+from nextn.models.specs import TensorSpec
+
+StoreAs = Literal["keep", "bf16", "fp8"]
+
+PIECE_BYTES = 4 << 20
+"""Most bytes of a piece, on either side, unless one row of blocks has more."""
+
+_KEPT_AS_STORED = ("e_score_correction_bias", "rotary_emb.inv_freq")  # float32 in every official format
+_EXPONENTS = {
+    "F8_E4M3": ("u1", 0x7F), "F8_E8M0": ("u1", 0xFF), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00),
+    "F32": ("<u4", 0x7F80_0000), "F64": ("<u8", 0x7FF0_0000_0000_0000),
+}  # fmt: skip
+"""By dtype code: values as integers, and the bits that are all set in those that are not finite."""
+
+_CPU = torch.device("cpu")
+
+
+@contextmanager
+def serial_operations() -> Iterator[None]:
+    """PyTorch without threads of its own, while one thread makes pieces and another writes them.
+
+    Its threads would share the processors with these two, and wait for each other after each small operation.
+    """
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
+
+
+def quantizable(spec: TensorSpec) -> bool:
+    """Whether official FP8 checkpoints store a tensor as FP8: every linear layer but eh_proj."""
+    return spec.kind == "linear" and not spec.name.endswith(".eh_proj.weight")
+
+
+def is_converted(weight: StoredTensor, store_as: StoreAs, *, quantize: bool) -> bool:
+    """Whether a weight's bytes change; otherwise it is copied, with its scale."""
+    if store_as == "keep" or weight.name.endswith(_KEPT_AS_STORED):
+        return False
+    if weight.dtype == "F8_E4M3":
+        return store_as == "bf16"
+    return weight.dtype != "BF16" or (store_as == "fp8" and quantize)
+
+
+def convert_tensor(
+    name: str,
+    weight: StoredTensor,
+    scale: StoredTensor | None,
+    store_as: StoreAs,
+    *,
+    quantize: bool,
+    block_size: Block,
+) -> list[NewTensor]:
+    """One tensor as it is to be written under `name`, and its scale (`name`_scale_inv) if that is FP8.
+
+    scale: goes with an FP8 weight, and with no other. keep: the bytes as they are. bf16: FP8 times its scale
+    is rounded to float32, then to bf16; other floats to bf16 at once. fp8: as bf16, but a float weight with
+    `quantize` becomes e4m3 with float32 scales, and FP8 stays as it is. Nothing is read until the pieces are
+    asked for; they are whole rows of blocks. The correction bias is never changed.
+    """
+    assert (scale is not None) == (weight.dtype == "F8_E4M3"), f"{weight.name}: FP8 comes with a scale"
+    if not is_converted(weight, store_as, quantize=quantize):
+        copies = [copy_tensor(name, weight)]
+        return copies if scale is None else [*copies, copy_tensor(f"{name}_scale_inv", scale)]
+    if scale is not None:
+        fp8 = scale  # a name that is not None in the closure
+        return [NewTensor(name, "BF16", weight.shape, lambda: _dequantized(weight, fp8, block_size))]
+    if store_as == "fp8" and quantize:
+        quantized = Quantized(lambda: _quantized(weight, block_size))
+        blocks = scale_shape(weight.shape[0], weight.shape[1], block_size)
+        return [
+            NewTensor(name, "F8_E4M3", weight.shape, quantized.codes),
+            NewTensor(f"{name}_scale_inv", "F32", blocks, quantized.scales),
+        ]
+    return [NewTensor(name, "BF16", weight.shape, lambda: _rounded(weight))]
+
+
+def copy_tensor(name: str, stored: StoredTensor) -> NewTensor:
+    """A stored tensor's bytes under a new name."""
+    return NewTensor(name, stored.dtype, stored.shape, lambda: _copied(stored))
+
+
+def _copied(stored: StoredTensor) -> Iterator[bytes]:
+    for piece in stored.chunks():
+        _require_finite(piece, stored.dtype, stored)
+        yield piece
+
+
+def _dequantized(weight: StoredTensor, scale: StoredTensor, block_size: Block) -> Iterator[memoryview]:
+    """An FP8 weight in bf16."""
+    with closing(Reader(_CPU, LargeRoom(0))) as reader:
+        scales = reader.read_host(scale, [slice(0, size) for size in scale.shape]).to(torch.float32)
+    if not torch.isfinite(scales).all():
+        raise CheckpointError(f"{scale.file} is corrupt: {scale.name} is not finite")
+    for first, rows in _row_pieces(weight, 2, block_size[0]):
+        blocks = scales[first // block_size[0] :][: -(-len(rows) // block_size[0])]
+        yield _bf16_bytes(dequantize_blocks(rows, blocks, block_size, torch.bfloat16), weight)
+
+
+def _rounded(weight: StoredTensor) -> Iterator[memoryview]:
+    """A float tensor in bf16."""
+    for _, rows in _row_pieces(weight, 2, 1):
+        yield _bf16_bytes(rows.to(torch.bfloat16), weight)
+
+
+def _quantized(weight: StoredTensor, block_size: Block) -> Iterator[tuple[Tensor, Tensor]]:
+    """A float weight as FP8: codes and scales of some rows of blocks at a time."""
+    for _, rows in _row_pieces(weight, 1, block_size[0]):
+        codes, scale = quantize_blocks(rows, block_size)
+        _require_finite(tensor_bytes_of(codes), "F8_E4M3", weight)  # of an infinity comes a NaN too
+        yield codes, scale
+
+
+class Quantized:
+    """An FP8 weight and its scales from one pass: that over the codes leaves the scales for who asks next.
+
+    blocks: codes and scales from top to bottom; called once for both if the codes are asked for first.
+    """
+
+    def __init__(self, blocks: Callable[[], Iterator[tuple[Tensor, Tensor]]]) -> None:
+        self._blocks = blocks
+        self._scales: list[Tensor] = []
+
+    def codes(self) -> Iterator[memoryview]:
+        """The e4m3 codes."""
+        self._scales = []
+        for codes, scale in self._blocks():
+            self._scales.append(scale)
+            yield tensor_bytes_of(codes)
+
+    def scales(self) -> Iterator[memoryview]:
+        """The float32 scales."""
+        scales, self._scales = self._scales or [scale for _, scale in self._blocks()], []
+        return map(tensor_bytes_of, scales)
+
+
+def _row_pieces(stored: StoredTensor, item_bytes: int, multiple: int) -> Iterator[tuple[int, Tensor]]:
+    """A stored tensor's rows from top to bottom: the first row's index, and a multiple of `multiple` rows.
+
+    item_bytes: bytes of an item of what they become. The rows lie in memory that the next ones use again.
+    """
+    width = math.prod(stored.shape[1:])
+    row_bytes = max(1, width * max(item_bytes, DTYPES[stored.dtype].itemsize))
+    step = max(1, PIECE_BYTES // (row_bytes * multiple)) * multiple
+    nbytes = min(step, stored.shape[0]) * width * DTYPES[stored.dtype].itemsize
+    columns = [slice(0, size) for size in stored.shape[1:]]
+    with closing(Reader(_CPU, LargeRoom(nbytes))) as reader, reader.room(nbytes):
+        for start in range(0, stored.shape[0], step):
+            yield start, reader.read(stored, [slice(start, min(start + step, stored.shape[0])), *columns])
+
+
+def _bf16_bytes(values: Tensor, weight: StoredTensor) -> memoryview:
+    """A bf16 tensor's bytes, for a part of `weight`."""
+    data = tensor_bytes_of(values)
+    _require_finite(data, "BF16", weight)
+    return data
+
+
+def _require_finite(data: bytes | memoryview, dtype: str, weight: StoredTensor) -> None:
+    """Raise `CheckpointError` if an infinity or a NaN is among values of this dtype."""
+    if dtype in _EXPONENTS and len(data):
+        view, exponent = _EXPONENTS[dtype]
+        if (np.frombuffer(data, view) & exponent).max() == exponent:
+            raise CheckpointError(f"{weight.file}: {weight.name} holds values that are not finite")
+
+
+def tensor_bytes_of(tensor: Tensor) -> memoryview:
+    """A CPU tensor's bytes, not copied if it is contiguous."""
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def corrected_config(
+    config: Mapping[str, Any], *, has_fp8: bool, store_as: StoreAs, new_scales: bool = False
+) -> dict[str, Any]:
+    """config.json for converted weights: a quantization_config exactly if some tensor is FP8.
+
+    Readers that trust it would look for scales otherwise, or not look for any. new_scales: some scales were
+    made anew in float32, so the field that says that all are powers of two goes. A conversion's other weights
+    are bf16, and torch_dtype (`dtype` in newer files) says so.
+    """
+    result = {key: value for key, value in config.items() if key != "quantization_config"}
+    if has_fp8:
+        result["quantization_config"] = _fp8_config(config.get("quantization_config") or {}, new_scales)
+    if store_as != "keep":
+        fields = [name for name in ("torch_dtype", "dtype") if name in config] or ["torch_dtype"]
+        result |= dict.fromkeys(fields, "bfloat16")
+    return result
+
+
+def _fp8_config(given: Mapping[str, Any], new_scales: bool) -> dict[str, Any]:
+    """The official quantization_config; what is given stays."""
+    official = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
+    result = official | {"weight_block_size": [128, 128]} | dict(given)
+    if new_scales:
+        result.pop("scale_fmt", None)
+    return result

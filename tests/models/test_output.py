@@ -1,0 +1,566 @@
+"""Output directories: complete or not there, gone on with after any end of the process, never mixed up."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from nextn.errors import CheckpointError
+from nextn.models import output
+from nextn.models.checkpoint import lay_out, read_header, write_tensors
+from nextn.models.output import (
+    NewFile,
+    NewTensor,
+    copy_other_files,
+    describe_plan,
+    output_directory,
+    plan_files,
+    refuse_overlap,
+    require_unchanged,
+    verify_files,
+    write_files,
+)
+from tests.models import output_job
+from tests.models.output_job import is_output, small_files
+
+ROOT = Path(__file__).parent.parent.parent
+ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F8_E4M3": 1}
+
+
+@pytest.fixture(autouse=True)
+def journal_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal entry after every tensor, here and in what tests call."""
+    monkeypatch.setattr(output, "_SYNC_BYTES", 1)
+
+
+def snapshot(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, bytes]]:
+    """What undisturbed runs write, by salt."""
+    folder = tmp_path_factory.mktemp("whole")
+    for salt in (0, 1):
+        output_job.write(folder / str(salt), salt=salt)
+    return {salt: snapshot(folder / str(salt)) for salt in (0, 1)}
+
+
+def tensor(name: str, dtype: str, size: int, fill: bytes = b"x") -> NewTensor:
+    return NewTensor(name, dtype, (size,), lambda: [fill * (size * ITEM_BYTES[dtype])])
+
+
+# Files
+
+
+def test_shards_hold_at_most_their_size_and_no_group_is_split() -> None:
+    """Groups fill shards in order; a group that is larger than a shard gets one of its own."""
+    groups = [[tensor(f"t{i}", "F32", size)] for i, size in enumerate((100, 100, 1000, 10))]
+    files = plan_files(groups, shard_size=850)
+    assert [file.name for file in files] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert [[t.name for t in file.tensors] for file in files] == [["t0", "t1"], ["t2"], ["t3"]]
+    pair = [[tensor("w", "F32", 10), tensor("s", "F32", 1)]] * 2
+    assert [len(file.tensors) for file in plan_files(pair, shard_size=80)] == [2, 2]
+    assert [file.name for file in plan_files(groups, shard_size=10**6)] == ["model.safetensors"]
+
+
+def test_tensors_are_aligned_to_their_items_whatever_the_order_in_which_they_are_made(tmp_path: Path) -> None:
+    """Odd sizes of narrow dtypes do not push wider ones off their own item size; others read the file."""
+    file = tmp_path / "model.safetensors"
+    entries = {"a": ("F8_E4M3", (3,)), "b": ("BF16", (1,)), "c": ("F32", (1,)), "d": ("F64", (0,))}
+    order: list[str] = []
+
+    def pieces(name: str) -> list[bytes]:
+        order.append(name)
+        return [name.encode() * {"a": 3, "b": 2, "c": 4, "d": 0}[name]]
+
+    write_tensors(file, entries, pieces)
+    assert order == list(entries)
+    header, data = read_header(file), file.read_bytes()
+    assert {name: (t.dtype, t.shape) for name, t in header.items()} == entries
+    for name, stored in header.items():
+        assert stored.begin % ITEM_BYTES[stored.dtype] == 0
+        assert data[stored.begin : stored.end] == name.encode() * stored.nbytes
+    assert len(data) == lay_out(entries).nbytes
+    with safe_open(file, framework="np") as read:
+        assert set(read.keys()) == set(entries)
+        assert read.metadata() == {"format": "pt"}
+
+
+def test_a_file_without_tensors_is_a_file(tmp_path: Path) -> None:
+    """Nothing to write is written all the same."""
+    write_files(tmp_path, plan_files([]))
+    assert read_header(tmp_path / "model.safetensors") == {}
+
+
+@pytest.mark.parametrize("count", [7, 9])
+def test_pieces_that_do_not_fill_a_tensor_are_refused(tmp_path: Path, count: int) -> None:
+    """Too few or too many bytes name the file and the tensor, and no file looks whole."""
+    bad = NewTensor("w", "F32", (2,), lambda: [bytes(count)])
+    with pytest.raises(CheckpointError, match=rf"model.*: w came as {count} bytes instead of 8"):
+        write_files(tmp_path, [NewFile("model.safetensors", (bad, tensor("x", "F8_E4M3", 100)))])
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_pieces_are_asked_for_in_order_and_at_most_one_ahead(tmp_path: Path) -> None:
+    """Memory is bounded by two pieces, whatever the size of a tensor or a file."""
+    written, most = [0], [0]
+
+    def new(name: str) -> NewTensor:
+        def pieces() -> Any:
+            for made in range(50):
+                most[0] = max(most[0], made * 1000 + base[name] - written[0])
+                yield bytes(1000)
+
+        return NewTensor(name, "F8_E4M3", (50, 1000), pieces)
+
+    base = {"a": 0, "b": 50_000}
+
+    def advance(nbytes: int) -> None:
+        written[0] += nbytes
+
+    write_files(tmp_path, [NewFile("model.safetensors", (new("a"), new("b")))], advance)
+    assert written == [100_000]
+    assert most[0] <= 2000
+
+
+# Ends of the process
+
+
+def run_job(out: Path, step: int) -> subprocess.CompletedProcess[str]:
+    """Write two files in a process that dies before the call number `step` that changes the disk."""
+    command = [sys.executable, "-m", "tests.models.output_job", str(out), str(step)]
+    return subprocess.run(command, cwd=ROOT, check=False, timeout=60, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_process_killed_at_any_step_leaves_all_or_nothing_and_the_next_run_completes_it(
+    tmp_path: Path, replaces: bool
+) -> None:
+    """Before every call that changes the disk: the output is absent or whole, the old one or the new one.
+
+    Between the two renames of a replacement neither has the name, and the next run puts the old one back.
+    """
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    output_job.write(tmp_path / "old" / "out", salt=1)
+    steps = int(run_job(tmp_path / "new" / "out", 10**6).stdout)
+    assert steps > 25
+    old, new = snapshot(tmp_path / "old" / "out"), snapshot(tmp_path / "new" / "out")
+
+    def end_at(step: int) -> str:
+        out = tmp_path / str(step) / "out"
+        if replaces:
+            shutil.copytree(tmp_path / "old", out.parent)
+        else:
+            out.parent.mkdir()
+        assert run_job(out, step).returncode == 9
+        state = snapshot(out) if out.exists() else None
+        assert state in (None, new, old if replaces else None), step
+        output_job.write(out, force=replaces or state is not None, count=2)
+        assert snapshot(out) == new, step
+        assert [path.name for path in out.parent.iterdir()] == ["out"], step
+        return ("none", "old", "new")[[None, old, new].index(state)]
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = set(pool.map(end_at, range(steps - 9 if replaces else 0, steps + replaces)))
+    assert ended == ({"old", "none", "new"} if replaces else {"none", "new"})
+
+
+class Stop(Exception):
+    """What a test raises from the middle of a run."""
+
+
+def stop_at(name: str) -> Callable[[str], None]:
+    """Raise before the tensor `name` is made."""
+
+    def made(tensor_name: str) -> None:
+        if tensor_name == name:
+            raise Stop
+
+    return made
+
+
+def interrupted(out: Path, name: str = "layer.2.BF16") -> Path:
+    """A run that ends when it comes to `name`; returns the directory in which its work lies."""
+    with pytest.raises(Stop):
+        output_job.write(out, made=stop_at(name))
+    assert not out.exists()
+    return out.with_name(f".{out.name}.partial")
+
+
+def test_the_next_run_goes_on_at_the_tensor_where_the_last_one_ended(
+    tmp_path: Path, whole: dict[int, dict[str, bytes]]
+) -> None:
+    """Whole files and tensors that are on the disk are not made again; the bytes are the same."""
+    interrupted(tmp_path / "out")
+    made: list[str] = []
+    output_job.write(tmp_path / "out", made=made.append)
+    names = [t.name for file in small_files() for t in file.tensors]
+    assert made == names[names.index("layer.2.BF16") :]
+    assert snapshot(tmp_path / "out") == whole[0]
+
+
+def test_progress_counts_what_an_earlier_run_wrote(tmp_path: Path) -> None:
+    """The bar of a run that goes on ends at the total too."""
+    with pytest.raises(Stop):
+        write_files(tmp_path, small_files(stop_at("layer.2.BF16")))
+    done = []
+    write_files(tmp_path, small_files(), done.append)
+    assert sum(done) == sum(file.nbytes for file in small_files())
+
+
+def damage(change: Callable[[bytes], bytes], pattern: str) -> Callable[[Path], None]:
+    def apply(work: Path) -> None:
+        (file,) = work.glob(pattern)
+        file.write_bytes(change(file.read_bytes()))
+
+    return apply
+
+
+def journal_of(name: str, count: int) -> Callable[[Path], None]:
+    return lambda work: output._write_journal(work / "output" / "journal.json", name, count)
+
+
+PART = "output/*.part"
+JOURNAL = "output/journal.json"
+FIRST = "output/model-00001-of-00004.safetensors"
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "part truncated": damage(lambda data: data[:-1], PART),
+    "part too long": damage(lambda data: data + bytes(10_000), PART),
+    "part empty": damage(lambda data: b"", PART),
+    "part of another layout": damage(lambda data: data[:20] + b"?" + data[21:], PART),
+    "part gone": lambda work: next(work.glob(PART)).unlink(),
+    "journal truncated": damage(lambda data: data[:-3], JOURNAL),
+    "journal empty": damage(lambda data: b"", JOURNAL),
+    "journal with another count": damage(lambda data: data.replace(b"2]", b"3]"), JOURNAL),
+    "journal of noise": damage(lambda data: b"\xff\x00" * 40, JOURNAL),
+    "journal gone": lambda work: (work / JOURNAL).unlink(),
+    "journal of another file": journal_of("model-00001-of-00004.safetensors", 2),
+    "journal beyond the file": journal_of("model-00003-of-00004.safetensors", 17),
+    "file truncated": damage(lambda data: data[:-1], FIRST),
+    "file of another layout": damage(lambda data: data[:20] + b"?" + data[21:], FIRST),
+    "file gone": lambda work: (work / FIRST).unlink(),
+    "plan gone": lambda work: (work / "plan.json").unlink(),
+    "plan damaged": damage(lambda data: data[:-1], "plan.json"),
+    "output gone": lambda work: shutil.rmtree(work / "output"),
+    "all gone": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_work_is_made_again(tmp_path: Path, whole: dict[int, dict[str, bytes]], kind: str) -> None:
+    """Whatever happened to what an earlier run left, the output is that of an undisturbed run."""
+    DAMAGES[kind](interrupted(tmp_path / "out"))
+    output_job.write(tmp_path / "out")
+    assert snapshot(tmp_path / "out") == whole[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_another_plan_begins_anew(tmp_path: Path, whole: dict[int, dict[str, bytes]]) -> None:
+    """What was begun from other sources or with other options is not gone on with."""
+    interrupted(tmp_path / "out")
+    made: list[str] = []
+    output_job.write(tmp_path / "out", made=made.append, salt=1)
+    assert len(made) == 12
+    assert snapshot(tmp_path / "out") == whole[1]
+
+
+def test_a_writer_may_refuse_to_go_on(tmp_path: Path) -> None:
+    """For what no plan describes, an earlier run's work is discarded."""
+    interrupted(tmp_path / "out")
+    plan = describe_plan(small_files(), (), salt=0)
+    with output_directory(
+        tmp_path / "out", plan=plan, force=False, is_ours=is_output, resume=False
+    ) as staging:
+        assert not list(staging.iterdir())
+
+
+def test_a_plan_is_void_when_a_source_changes(tmp_path: Path) -> None:
+    """Size and time of change belong to it; a change while the source is read is an error."""
+    file = tmp_path / "source"
+    file.write_text("a")
+    plan = describe_plan(small_files(), [file], store_as="bf16")
+    assert plan == describe_plan(small_files(), [file], store_as="bf16")
+    require_unchanged(plan)
+    assert plan != describe_plan(small_files(), [file], store_as="fp8")
+    assert plan != describe_plan(small_files()[1:], [file], store_as="bf16")
+    file.write_text("ab")
+    assert plan != describe_plan(small_files(), [file], store_as="bf16")
+    with pytest.raises(CheckpointError, match=r"changed while they were read: .*source"):
+        require_unchanged(plan)
+    plan = describe_plan(small_files(), [file])
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(CheckpointError, match="changed while"):
+        require_unchanged(plan)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        require_unchanged(plan)
+
+
+def test_there_is_one_writer_at_a_time(tmp_path: Path, whole: dict[int, dict[str, bytes]]) -> None:
+    """A second one is refused with a sentence, and does not disturb the first."""
+
+    def second(name: str) -> None:
+        if name == "layer.1.F32":
+            with pytest.raises(CheckpointError, match="out is being written by another process"):
+                output_job.write(tmp_path / "out")
+
+    output_job.write(tmp_path / "out", made=second)
+    assert snapshot(tmp_path / "out") == whole[0]
+
+
+# What was there before
+
+
+def test_a_block_that_fails_before_any_file_leaves_no_trace(tmp_path: Path) -> None:
+    """There is nothing to go on with, so nothing stays beside the output."""
+    with (
+        pytest.raises(Stop),
+        output_directory(tmp_path / "a" / "out", plan={}, force=False, is_ours=is_output),
+    ):
+        raise Stop
+    assert not list((tmp_path / "a").iterdir())
+
+
+def test_only_an_earlier_output_is_replaced(tmp_path: Path, whole: dict[int, dict[str, bytes]]) -> None:
+    """A filled directory is refused; force replaces one of the same kind whole, and nothing else."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "diary.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="is not empty; --force"):
+        output_job.write(out)
+    with pytest.raises(CheckpointError, match="is not an earlier output"):
+        output_job.write(out, force=True)
+    assert snapshot(out) == {"diary.txt": b"mine"}
+    (out / "diary.txt").unlink()
+    output_job.write(out)  # an empty directory is welcome
+    (out / "stale.txt").write_text("old")
+    output_job.write(out, force=True, salt=1)
+    assert snapshot(out) == whole[1]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        output_job.write(tmp_path / "file")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out"]
+
+
+def test_an_output_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+    """Somebody fills the output's directory during a long run: it is not overwritten."""
+    out = tmp_path / "out"
+
+    def appear(name: str) -> None:
+        out.mkdir(exist_ok=True)
+        (out / "diary.txt").write_text("mine")
+
+    with pytest.raises(CheckpointError, match="is not empty"):
+        output_job.write(out, made=appear)
+    assert snapshot(out) == {"diary.txt": b"mine"}
+
+
+@pytest.mark.parametrize("before", ["nothing", "empty", "earlier output"])
+def test_a_link_stays_a_link(tmp_path: Path, whole: dict[int, dict[str, bytes]], before: str) -> None:
+    """A link to a directory on another disk: that directory is written, and work lies beside it."""
+    real, link = tmp_path / "disk" / "real", tmp_path / "link"
+    real.parent.mkdir()
+    link.symlink_to(real)
+    if before == "empty":
+        real.mkdir()
+    elif before == "earlier output":
+        output_job.write(real, salt=1)
+    with pytest.raises(Stop):
+        output_job.write(link, made=stop_at("layer.2.F32"), force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"]
+    output_job.write(link, force=True)
+    assert link.is_symlink()
+    assert snapshot(real) == whole[0]
+    assert [path.name for path in real.parent.iterdir()] == ["real"]
+
+
+def test_a_failed_replacement_puts_the_earlier_output_back(
+    tmp_path: Path, whole: dict[int, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the new directory cannot take its place after the old one has left it, the old one returns."""
+    out, rename = tmp_path / "out", Path.rename
+    output_job.write(out, salt=1)
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name == "output":
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        with pytest.raises(CheckpointError, match="Device or resource busy"):
+            output_job.write(out, force=True)
+    assert snapshot(out) == whole[1]
+    made: list[str] = []
+    output_job.write(out, force=True, made=made.append)
+    assert snapshot(out) == whole[0]
+    assert not made, "all was written when the renaming failed"
+
+
+@pytest.mark.parametrize("where", [".", "inside", ".."])
+def test_output_and_source_do_not_contain_each_other(tmp_path: Path, where: str) -> None:
+    """Writing into, onto or around the source is refused."""
+    with pytest.raises(CheckpointError, match="must lie outside"):
+        refuse_overlap(tmp_path / "source", tmp_path / "source" / where)
+    refuse_overlap(tmp_path / "source", tmp_path / "source2")
+
+
+# Disks
+
+
+def test_a_disk_with_too_little_room_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[int, dict[str, bytes]]
+) -> None:
+    """The sentence says how much is needed and free; what an earlier run wrote needs no room any more."""
+    needed = sum(len(data) for name, data in whole[0].items() if name.endswith(".safetensors"))
+    free = [needed - 1]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    made: list[str] = []
+    with pytest.raises(CheckpointError, match=r"needs 0\.00 MB more, and 0\.00 MB are free"):
+        output_job.write(tmp_path / "out", made=made.append)
+    assert not made
+    assert not list(tmp_path.iterdir())
+    free[0] = needed
+    interrupted(tmp_path / "out")
+    free[0] = needed // 2 + 1  # two of four files are there
+    output_job.write(tmp_path / "out")
+    assert snapshot(tmp_path / "out") == whole[0]
+
+
+class FullDisk:
+    """A stream whose disk is full after some bytes."""
+
+    def __init__(self, stream: Any, room: int) -> None:
+        self._stream, self._room = stream, room
+
+    def write(self, data: bytes) -> int:
+        self._room -= len(data)
+        if self._room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self._stream.write(data)
+
+    def __enter__(self) -> FullDisk:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self._stream.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@pytest.mark.parametrize("room", [0, 250, 310])
+def test_a_disk_that_fills_up_is_a_sentence_and_the_next_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[int, dict[str, bytes]], room: int
+) -> None:
+    """In the header, or between pieces: no output, and the same command completes it once there is room."""
+    plain = Path.open
+
+    def full(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        stream = plain(path, mode, *args, **options)
+        return FullDisk(stream, room) if "00002" in path.name and mode == "wb" else stream
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        with pytest.raises(CheckpointError, match=r"No space left on device.* are free\).*goes on with it"):
+            output_job.write(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    output_job.write(tmp_path / "out")
+    assert snapshot(tmp_path / "out") == whole[0]
+
+
+def test_a_disk_that_fails_when_it_is_flushed_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that only the cache took are not taken for written."""
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(CheckpointError, match=r"cannot be written: .*Input/output error"):
+        output_job.write(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    """There is a file where the output's parent should be."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="out cannot be written: "):
+        output_job.write(tmp_path / "file" / "out")
+
+
+# Reading back
+
+FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "byte": (
+        damage(lambda data: data[:-1] + bytes([data[-1] ^ 1]), "model-00002-*"),
+        r"00002.*: layer\.1\.\w+ differs",
+    ),
+    "dtype": (
+        damage(lambda data: data.replace(b'"BF16"', b'"I16" '), "model-00003-*"),
+        r"00003.*layer\.2\.BF16",
+    ),
+    "name": (damage(lambda data: data.replace(b"layer.2.", b"layer.5."), "model-00003-*"), r"layer\.2\.BF16"),
+    "truncated": (damage(lambda data: data[:-1], "model-00004-*"), "00004.*truncated"),
+    "missing": (lambda path: next(path.glob("model-00004-*")).unlink(), "lacks 1 of 4 shards"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_reading_back_finds_every_fault(tmp_path: Path, fault: str) -> None:
+    """Names, dtypes, sizes and each byte; the next run makes the file again."""
+    write_files(tmp_path, small_files())
+    before = snapshot(tmp_path)
+    done: list[int] = []
+    verify_files(tmp_path, small_files(), done.append)
+    assert sum(done) == sum(file.nbytes for file in small_files())
+    change, message = FAULTS[fault]
+    change(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        verify_files(tmp_path, small_files())
+    for file in tmp_path.glob("*.safetensors"):
+        if file.read_bytes() != before[file.name]:
+            assert fault in ("name", "truncated")  # found from the headers, and not whole for a next run
+    write_files(tmp_path, small_files())
+    assert snapshot(tmp_path) == before
+
+
+def test_reading_back_finds_pieces_of_another_length(tmp_path: Path) -> None:
+    """A second making that gives fewer bytes, or more, is another tensor."""
+    write_files(tmp_path, [NewFile("model.safetensors", (tensor("w", "F32", 2),))])
+    for count in (4, 12):
+        other = NewTensor("w", "F32", (2,), lambda count=count: [b"x" * count])
+        with pytest.raises(CheckpointError, match=r"w (differs|is longer)"):
+            verify_files(tmp_path, [NewFile("model.safetensors", (other,))])
+        write_files(tmp_path, [NewFile("model.safetensors", (tensor("w", "F32", 2),))])
+
+
+def test_other_files_are_copied_but_for_weights_and_config(tmp_path: Path) -> None:
+    """Tokenizer and code come along; weights of any format, indices, config.json and folders do not."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    (source / "figures").mkdir(parents=True)
+    out.mkdir()
+    own = {"tokenizer.json", "modeling.py", "generation_config.json"}
+    for name in (*own, "config.json", "a.safetensors", "b.bin", "model.safetensors.index.json"):
+        (source / name).write_text(name)
+    assert copy_other_files(source, out) == 3
+    assert snapshot(out) == {name: name.encode() for name in own}
+    (source / "part.safetensors").symlink_to(tmp_path / "absent")
+    assert copy_other_files(source, out) == 3
+    (source / "merges.txt").symlink_to(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"links to files that do not exist: merges\.txt"):
+        copy_other_files(source, out)
