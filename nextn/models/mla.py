@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from nextn.config import ModelConfig, yarn_mscale
 from nextn.kernels import ops
-from nextn.kernels.ref.gemm import dequantize
 from nextn.kernels.ref.rope import (
     RotaryTables,
     apply_rope,
@@ -25,6 +24,7 @@ from nextn.kernels.ref.rope import (
     rope_table,
     yarn_frequencies,
 )
+from nextn.models.fp8 import dequantize_blocks
 from nextn.models.inputs import DraftInput, PrefillInput, TreeInput
 from nextn.models.parallel import (
     Linear,
@@ -261,5 +261,5 @@ class MLA(nn.Module):
         check_part(self.kv_b_name, weight, local.shape)
         if scale is not None:
             check_fp8_shard(self.kv_b_name, self.kv_b_rows, shard, self.place.block)
-            weight = dequantize(weight, scale, self.place.block, self.place.dtype)
+            weight = dequantize_blocks(weight, scale, self.place.block, self.place.dtype)
         local.copy_(weight)

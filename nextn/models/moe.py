@@ -14,6 +14,7 @@ from nextn.errors import CheckpointError
 from nextn.kernels import ops
 from nextn.kernels.ref.gemm import FP8, dequantize, scale_shape
 from nextn.kernels.ref.moe import ExpertWeights, SharedExperts
+from nextn.models.fp8 import dequantize_blocks
 from nextn.models.parallel import (
     Placement,
     check_fp8_shard,
@@ -185,7 +186,7 @@ class RoutedExperts(nn.Module):
     def _put(self, target: Tensor, target_scale: Tensor | None, weight: Tensor, scale: Tensor | None) -> None:
         """Copy one tensor to its place, dequantised unless this layer keeps FP8."""
         if scale is not None and target_scale is None:
-            weight = dequantize(weight, scale, self.place.block, self.place.dtype)
+            weight = dequantize_blocks(weight, scale, self.place.block, self.place.dtype)
         elif scale is not None and target_scale is not None:
             target_scale.copy_(scale)
         target.copy_(weight)

@@ -21,6 +21,7 @@ from nextn.kernels import ops
 from nextn.kernels.comm import SINGLE, TensorParallel
 from nextn.kernels.ref.dtypes import accumulation_dtype
 from nextn.kernels.ref.gemm import FP8, Block, dequantize, scale_shape
+from nextn.models.fp8 import dequantize_blocks
 from nextn.models.specs import Kind, TensorSpec
 
 
@@ -198,7 +199,7 @@ class Linear(TensorModule):
                 self.weight[rows].copy_(weight)
                 self.weight_scale_inv[begin // block[0] :][: scale.shape[0]].copy_(scale)
                 return
-            weight = dequantize(weight, scale, block, self.place.dtype)
+            weight = dequantize_blocks(weight, scale, block, self.place.dtype)
         elif self.weight_scale_inv is not None:
             self._dequantize_in_place()
         self.weight[rows].copy_(weight)
