@@ -6,8 +6,8 @@ NextnError
 ├── RequestError      one request asks for something that cannot be done; names the field
 └── CapacityError     the machine has too little memory for the model, the cache or the request
 
-The server adds leaves of its own to the tree: `ApiError` (protocol.py), `Busy`, `Damaged` and `Unavailable`
-(bridge.py), and `StepTimeout` (watchdog.py).
+Others add leaves to the tree: the engine `GrammarsBusy` (grammar.py), the server `ApiError` (protocol.py),
+`Busy`, `Damaged` and `Unavailable` (bridge.py), and `StepTimeout` (watchdog.py).
 """
 
 from __future__ import annotations

@@ -115,7 +115,9 @@ class Tokenizer:
             return b""
         found = self._bytes.get(token)
         if found is None:
-            found = self._bytes[token] = self._spell(token)
+            found = self._spell(token)
+            if found:  # numbers that are no token have no end
+                self._bytes[token] = found
         return found
 
     def token_text(self, token: int) -> str:

@@ -71,7 +71,8 @@ class Engine:
 
     depth: steps in flight at most, at most `PIPELINE_DEPTH`; with 1 each lands as soon as it is launched.
     spec: the tree's shape of the next decode step, or None for plain decoding; it may change between steps.
-    on_step: called with each step that has landed.
+    on_step: called with each step that has landed. on_start: called with the id of a request when its first
+    step is launched.
     tokenizer: None with dummy weights, which come without tokenizer files; outputs then carry no text.
     grammars: compiles what a request's text must match; None where there is no tokenizer.
     """
@@ -109,6 +110,7 @@ class Engine:
         self._streams: dict[str, _Stream] = {}
         self._pending: list[Output] = []
         self.on_step: Callable[[StepReport], None] = lambda report: None
+        self.on_start: Callable[[str], None] = lambda request_id: None
         self._flying: deque[Launched | LaunchedPrefill] = deque()
         self._launch_times: deque[float] = deque()
         self._landed = 0.0
@@ -323,6 +325,7 @@ class Engine:
             stream.cached_tokens = entry.cached
             self.counters.queried_tokens += len(entry.request.prompt_tokens)
             self.counters.cached_tokens += entry.cached
+            self.on_start(entry.request.request_id)
         stream.entry = entry
         matcher = stream.grammar.matcher() if stream.grammar else None
         self.worker.start_row(entry, stream.seed, self._banned(entry.request.params), matcher)

@@ -16,10 +16,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from nextn.engine.structural_tag import structural_tag
 from nextn.errors import RequestError
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from nextn.text import Tokenizer
 
 GrammarKind = Literal["json", "json_schema", "regex", "ebnf", "structural_tag"]
+Refusal = Literal["invalid", "time", "queue"]
 
 MAX_TEXT = 65_536
 """Characters of a schema, an expression or rules."""
@@ -39,7 +39,9 @@ MAX_DEPTH = 64
 MAX_CACHED = 32
 """Compiled grammars kept; the least recently used one goes first."""
 COMPILE_SECONDS = 10.0
-"""How long a request waits for its grammar; the limits below end the work itself sooner."""
+"""How long a request waits for its grammar's turn, and then for the work, which the limits below shorten."""
+MAX_QUEUED = 64
+"""Grammars that may wait for their turn: more could not all have it in time, at the worst cost below."""
 LIMITS = {
     "initial_lexer_fuel": 100_000,
     "step_lexer_fuel": 200_000,
@@ -75,7 +77,7 @@ ANY_OBJECT = '{"type": "object"}'
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _MASKERS = ThreadPoolExecutor(min(8, _CORES // 2), "masks") if _CORES >= 4 else None
 _WORKERS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
-"""Compile for all engines of the process: a hostile grammar holds up other grammars, but no request."""
+"""Compile for all engines of the process: a hostile grammar holds up others, but no request without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,20 +112,86 @@ class Vocabulary:
         )
 
 
+class GrammarsBusy(RequestError):
+    """So many other grammars are to be compiled that this one's turn does not come in time; later it may."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "too many other grammars wait to be compiled; this one's turn did not come, try again", "grammar"
+        )
+
+
+class _Job:
+    """A grammar that is, will be or has been compiled; `started` when that began."""
+
+    __slots__ = ("future", "started")
+
+    def __init__(self) -> None:
+        self.started: float | None = None
+        self.future: Future[CompiledGrammar | str]
+
+
+class Compiling:
+    """One request's wait for its grammar: `future` ends when it is compiled, `outcome` says with what."""
+
+    def __init__(self, job: _Job, refused: Callable[[Refusal], None]) -> None:
+        self.future = job.future
+        self._job, self._refused = job, refused
+        self._asked = time.monotonic()
+
+    def patience(self) -> float:
+        """Seconds to go on waiting; to be asked again after them, as the work may have begun. 0: no more."""
+        if self.future.done():
+            return 0.0
+        since = self._asked if self._job.started is None else max(self._asked, self._job.started)
+        return max(0.0, since + COMPILE_SECONDS - time.monotonic())
+
+    def outcome(self) -> CompiledGrammar:
+        """The compiled grammar; raises `RequestError` for one that is of no use or has not come."""
+        if not self.future.done():
+            if self._job.started is None:
+                self._refused("queue")
+                raise GrammarsBusy
+            self._refused("time")
+            raise RequestError(
+                f"the grammar took more than {COMPILE_SECONDS:g} s to compile; use a simpler one", "grammar"
+            )
+        built = self.future.result()
+        if isinstance(built, str):
+            self._refused("invalid")
+            raise RequestError(f"the grammar cannot be used: {built}", "grammar")
+        return built
+
+
 class Grammars:
-    """Compiles the grammars of one engine and keeps the last ones. Any thread may call `compile`."""
+    """Compiles the grammars of one engine and keeps the last ones; for any thread.
+
+    on_compiled: called with the seconds that each took, on the thread that compiled it.
+    """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         """vocabulary: called once, when the first grammar comes; it takes a moment."""
+        self.on_compiled: Callable[[float], None] | None = None
+        self.refused: dict[Refusal, int] = dict.fromkeys(get_args(Refusal), 0)
+        """How many grammars were of no use, took too long, or waited in vain for their turn."""
+        self.queued = 0
+        """How many wait for their turn."""
         self._make_vocabulary = vocabulary
         self._tokenizer: LLTokenizer | None = None
         self._eos: frozenset[int] = frozenset()
         self._preparing = threading.Lock()
-        self._cache: OrderedDict[Grammar, Future[CompiledGrammar | str]] = OrderedDict()
-        self._caching = threading.Lock()
+        self._cache: OrderedDict[Grammar, _Job] = OrderedDict()
+        self._counting = threading.Lock()
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """The compiled grammar; raises `RequestError` (field "grammar") for what cannot be enforced."""
+        compiling = self.begin(grammar)
+        while seconds := compiling.patience():
+            wait([compiling.future], seconds)
+        return compiling.outcome()
+
+    def begin(self, grammar: Grammar) -> Compiling:
+        """Have a grammar compiled, without waiting for it; raises `RequestError` where that cannot begin."""
         _library()
         if len(grammar.text) > MAX_TEXT:
             raise RequestError(
@@ -135,25 +203,43 @@ class Grammars:
             raise RequestError(
                 "the grammar holds a lone surrogate, which is no character", "grammar"
             ) from None
-        with self._caching:
-            future = self._cache.get(grammar)
-            if future is None:
-                future = self._cache[grammar] = _WORKERS.submit(self._build, grammar)
-            self._cache.move_to_end(grammar)
+        with self._counting:
+            job = self._cache.get(grammar) or self._submit(grammar)
+            if job is not None:
+                self._cache[grammar] = job
+                self._cache.move_to_end(grammar)
             while len(self._cache) > MAX_CACHED:
                 self._cache.popitem(last=False)
-        try:
-            built = future.result(COMPILE_SECONDS)
-        except FutureTimeout:
-            raise RequestError(
-                f"the grammar took more than {COMPILE_SECONDS:.0f} s to compile; use a simpler one", "grammar"
-            ) from None
-        if isinstance(built, str):
-            raise RequestError(f"the grammar cannot be used: {built}", "grammar")
+        if job is None:
+            self._refuse("queue")
+            raise GrammarsBusy
+        return Compiling(job, self._refuse)
+
+    def _submit(self, grammar: Grammar) -> _Job | None:
+        """Queue a grammar, if there is room; called under the lock."""
+        if self.queued >= MAX_QUEUED:
+            return None
+        self.queued += 1
+        job = _Job()
+        job.future = _WORKERS.submit(self._work, job, grammar)
+        return job
+
+    def _refuse(self, reason: Refusal) -> None:
+        with self._counting:
+            self.refused[reason] += 1
+
+    def _work(self, job: _Job, grammar: Grammar) -> CompiledGrammar | str:
+        """Compile a grammar whose turn has come; runs on a thread of its own."""
+        job.started = time.monotonic()
+        with self._counting:
+            self.queued -= 1
+        built = self._build(grammar)
+        if self.on_compiled is not None:
+            self.on_compiled(time.monotonic() - job.started)
         return built
 
     def _build(self, grammar: Grammar) -> CompiledGrammar | str:
-        """The compiled grammar, or why there is none; runs on a thread of its own."""
+        """The compiled grammar, or why there is none."""
         library = _library()
         try:
             text = _to_library(grammar)

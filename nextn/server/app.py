@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cached_property
 from typing import Any, TypeVar
@@ -63,31 +63,29 @@ def create_app(
     api_key: what everything but /health and /health/live asks for. cors_origins: web pages that may call.
     """
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        bridge.start()
-        yield
-        await bridge.stop()
-
     app = FastAPI(
         title="nextn",
         version=__version__,
-        lifespan=lifespan,
+        lifespan=lambda _: _running(bridge),
         docs_url=None,  # its page would load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,  # a redirect's address would come from the client's Host header
-        exception_handlers={
-            ApiError: _on_api_error,
-            Busy: _on_busy,
-            Unavailable: _on_unavailable,
-            HTTPException: _on_http_error,
-            ClientDisconnect: _on_client_gone,
-            Exception: _on_defect,
-        },
+        exception_handlers=dict(_HANDLERS),
     )
-    endpoints = _Endpoints(bridge, tuple(served_names), max_body_bytes, body_seconds)
-    _add_routes(app, endpoints)
-    # The last one added is the outermost: ids on every answer, and a page is told why its key was refused.
+    _add_routes(app, _Endpoints(bridge, tuple(served_names), max_body_bytes, body_seconds))
+    _add_middleware(app, bridge, api_key, cors_origins)
+    return app
+
+
+@asynccontextmanager
+async def _running(bridge: Bridge) -> AsyncIterator[None]:
+    bridge.start()
+    yield
+    await bridge.stop()
+
+
+def _add_middleware(app: FastAPI, bridge: Bridge, api_key: str | None, cors_origins: Sequence[str]) -> None:
+    """The last one added is the outermost: ids on every answer; a page is told why its key was refused."""
     if api_key is not None:
         app.add_middleware(KeyRequired, api_key=api_key)
     app.add_middleware(CutOff, bridge=bridge)
@@ -101,7 +99,6 @@ def create_app(
         )
     paths = frozenset(route.path for route in app.routes if hasattr(route, "path"))
     app.add_middleware(RequestIds, metrics=bridge.metrics, paths=paths)
-    return app
 
 
 def _add_routes(app: FastAPI, endpoints: _Endpoints) -> None:
@@ -243,7 +240,7 @@ class _Endpoints:
     async def _complete(self, request: Request, prepare: Callable[[bytes], Prepared]) -> Response:
         self.bridge.check_room(1)  # a full server does not read, parse and tokenise what it will turn away
         content = await self._read(request)
-        prepared = await self._unless_stopping(asyncio.to_thread(prepare, content))
+        prepared = await self._unless_stopping(self._prepare(prepare, content))
         assert prepared is not None  # it may take its time
         try:
             ticket = await self.bridge.submit(prepared.requests)
@@ -258,6 +255,17 @@ class _Endpoints:
             include_usage=body.include_usage,
             continuous_usage=body.continuous_usage,
         )
+
+    async def _prepare(self, prepare: Callable[[bytes], Prepared], content: bytes) -> Prepared:
+        """The requests of a body; their grammar is waited for without a thread, which others may need."""
+        prepared = await asyncio.to_thread(prepare, content)
+        if (compiling := prepared.compiling) is not None:
+            compiled = asyncio.wrap_future(compiling.future)
+            while seconds := compiling.patience():
+                await asyncio.wait({compiled}, timeout=seconds)
+        if prepared.requests[0].params.grammar is not None:
+            await asyncio.to_thread(self.preparer.constrain, prepared)
+        return prepared
 
     def _model(self, name: str) -> dict[str, object]:
         return {
@@ -305,3 +313,13 @@ async def _on_defect(_: Request, __: Exception) -> Response:
     message = "internal error; the server's log has the details"
     headers = {"x-request-id": request_id}
     return error_response(ApiError(500, message, code="internal_error", headers=headers))
+
+
+_HANDLERS: Mapping[Any, Callable[[Request, Exception], Coroutine[Any, Any, Response]]] = {
+    ApiError: _on_api_error,
+    Busy: _on_busy,
+    Unavailable: _on_unavailable,
+    HTTPException: _on_http_error,
+    ClientDisconnect: _on_client_gone,
+    Exception: _on_defect,
+}

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
-from nextn.engine.grammar import CompiledGrammar
+from nextn.engine.grammar import CompiledGrammar, Grammars
 from nextn.engine.request import FinishReason, Output, Request, SamplingParams
+from nextn.engine.stats import StepReport
 from nextn.errors import NextnError
-from nextn.server.metrics import Latency, Metrics
+from nextn.server.metrics import ErrorCause, Latency, Metrics
 from nextn.server.overload import EndRate
 from nextn.server.ticket import Ticket
 from nextn.text import Tokenizer
@@ -42,11 +43,22 @@ _REFUSALS: dict[State, str] = {
 
 
 class EngineLike(Protocol):
-    """What the server needs of an engine. Any thread may call `validate`, the engine's own all the rest."""
+    """What the server needs of an engine. Any thread may use `validate` and `grammars`, its own all the rest.
+
+    on_step: called with each step that has landed. on_start: called with the id of each request when its
+    first step is launched, and not again if it is preempted later.
+    """
+
+    on_step: Callable[[StepReport], None]
+    on_start: Callable[[str], None]
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """None with dummy weights: the engine then takes and gives token ids only."""
+
+    @property
+    def grammars(self) -> Grammars | None:
+        """Compiles what texts must match; None where there is no tokenizer."""
 
     @property
     def max_model_len(self) -> int:
@@ -96,6 +108,7 @@ class Damaged(NextnError):
 @dataclass(frozen=True, slots=True)
 class _Add:
     requests: Sequence[Request]
+    asked: float
     done: asyncio.Future[None]
 
 
@@ -131,10 +144,10 @@ class Bridge:
 
     engine: None where `load` builds it, on the engine's thread, while the loop already answers.
     max_open: requests that may be open at once. report: called by the engine thread every `report_every`
-    seconds of traffic, with the engine's statistics and the seconds from the first step since the last report
-    to the last one. on_ready: called on the loop when requests are taken. on_failure: called on the loop when
-    the engine has raised, or when `fail` was called; every open request has got its error by then, and no
-    other will be taken.
+    seconds of traffic, and when the thread ends, with the statistics (see `TrafficLog`) and the seconds from
+    the first step since the last report to the last one. on_ready: called on the loop when requests are
+    taken. on_failure: called on the loop when the engine has raised, or when `fail` was called; every open
+    request has got its error by then, and no other will be taken.
     """
 
     def __init__(
@@ -149,7 +162,7 @@ class Bridge:
         on_failure: Callable[[], None] | None = None,
     ) -> None:
         self.metrics = Metrics()
-        self.metrics.engine_stats = lambda: self._stats
+        self._watch()
         self.max_open = max_open
         self.on_ready = on_ready
         self.on_failure = on_failure
@@ -176,8 +189,20 @@ class Bridge:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._turns = itertools.count()
-        # Requests that the engine has taken and not ended; the engine thread's own.
-        self._live: set[str] = set()
+        # Requests that the engine has taken and not ended, and when they came; the engine thread's own.
+        self._live: dict[str, float] = {}
+
+    def _watch(self) -> None:
+        """What /metrics shows of the state here."""
+        metrics = self.metrics
+        metrics.engine_stats = lambda: self._stats
+        metrics.watch("nextn_ready", "Whether requests are taken, 0 or 1.", lambda: self.state == "ok")
+        metrics.watch(
+            "nextn_requests_open", "Requests without their end, queued ones too.", lambda: self.num_open
+        )
+        metrics.watch(
+            "nextn_requests_open_limit", "At so many open requests more get 429.", lambda: self.max_open
+        )
 
     # The loop's side.
 
@@ -245,9 +270,9 @@ class Bridge:
             self._ends.begin(now)
         self._open.update((request.request_id, _Open(ticket, Latency(now))) for request in requests)
         try:
-            await self._ask(lambda done: _Add(requests, done))
+            await self._ask(lambda done: _Add(requests, now, done))
         except BaseException:  # refused, or the task was cancelled: either way nobody will read the ticket
-            ticket.close()
+            self._forget([request.request_id for request in requests])
             raise
         return ticket
 
@@ -266,6 +291,12 @@ class Bridge:
         self._end(ended, "abort", error)
         if ended:
             self._command(_Abort(ended))
+
+    def _forget(self, request_ids: Sequence[str]) -> None:
+        """Drop requests that nobody has been given: they count nowhere, as their end says nothing."""
+        for request_id in request_ids:
+            self._open.pop(request_id, None)
+        self._command(_Abort(request_ids))
 
     async def until_stopping(self) -> None:
         """Return when the server has been told to end."""
@@ -323,7 +354,8 @@ class Bridge:
 
     def _dispatch(self, outputs: Sequence[Output]) -> None:
         now = time.monotonic()
-        overrun: dict[Ticket, None] = {}
+        cause: ErrorCause = "shutdown" if self.is_stopping else "engine"
+        overrun: dict[Ticket, str] = {}
         for output in outputs:
             opened = self._open.get(output.request_id)
             if opened is None:  # aborted on this side before the engine knew
@@ -332,11 +364,12 @@ class Bridge:
                 del self._open[output.request_id]
                 self._ends.record(now)
             opened.last = output
-            self.metrics.record(output, opened.latency, now)
+            self.metrics.record(output, opened.latency, now, cause)
             if not opened.ticket.put(output):
-                overrun[opened.ticket] = None
-        for ticket in overrun:
-            logger.warning("a client does not read its answer; it is given up")
+                overrun[opened.ticket] = output.request_id
+        for ticket, request_id in overrun.items():
+            logger.warning("request %s: its client does not read the answer; it is given up", request_id)
+            self.metrics.slow_reader()
             self.abort(ticket.overrun(), "the client did not read its answer fast enough")
 
     def _end(self, request_ids: Iterable[str], reason: FinishReason, error: str | None) -> None:
@@ -372,15 +405,29 @@ class Bridge:
             if self._engine is None:
                 assert self._load is not None, "a bridge needs an engine, or what loads one"
                 self._engine = self._load()
-            self._stats = self.engine.stats()
+            self._connect(self._engine)
             self._post(self._ready)
             while self._obey() and self.failure is None:
                 if self.engine.has_work():
                     self._step()
+            self._report_traffic()
             self.engine.close()
         except BaseException as error:
             self._log_failure(error)
             self._post(self._failed, error)
+
+    def _connect(self, engine: EngineLike) -> None:
+        """Have the engine tell what it does."""
+        self._stats = engine.stats()
+        engine.on_step = self.metrics.stepped
+        engine.on_start = self._started
+        self.metrics.grammars = engine.grammars
+        if engine.grammars is not None:
+            engine.grammars.on_compiled = self.metrics.compiled
+
+    def _started(self, request_id: str) -> None:
+        if request_id in self._live:
+            self.metrics.started(time.monotonic() - self._live[request_id])
 
     def _log_failure(self, error: BaseException) -> None:
         """Log a traceback, but none for what was said on purpose or what an end while loading broke off."""
@@ -392,41 +439,53 @@ class Bridge:
     def _step(self) -> None:
         started = time.monotonic()
         outputs = self.engine.step()
-        self._live.difference_update(o.request_id for o in outputs if o.finish_reason is not None)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._live.pop(output.request_id, None)
         self._stats = self.engine.stats()
         self._post(self._dispatch, outputs)
         if self._live and not self.engine.has_work():
             lost = sorted(self._live)
             raise RuntimeError(f"the engine has no work left but has not ended {', '.join(lost)}")
         self._traffic = (self._traffic[0] if self._traffic else started, time.monotonic())
-        self._report_if_due()
+        if self._is_report_due():
+            self._report_traffic()
 
-    def _report_if_due(self) -> None:
-        if self._traffic is None or self._until_report() > 0:
+    def _is_report_due(self) -> bool:
+        return self._traffic is not None and self._until_report() <= 0
+
+    def _report_traffic(self) -> None:
+        """Report what there was since the last time, if anything."""
+        if self._traffic is None:
             return
         first, last = self._traffic
         self._traffic = None
         if self._report is not None:
-            self._report(self._stats, last - first)
+            self._report({**self._stats, "turned_away": self.metrics.turned_away}, last - first)
+
+    def _await_commands(self) -> list[_Command]:
+        """The commands that have arrived; sleeps while there is nothing to do."""
+        with self._wake:
+            while not (self._commands or self.engine.has_work() or self._is_report_due()):
+                self.turn = None
+                self._wake.wait(None if self._traffic is None else self._until_report())
+            return [self._commands.popleft() for _ in range(len(self._commands))]
 
     def _obey(self) -> bool:
-        """Carry out the commands that have arrived; sleep while there is nothing to do. False means stop."""
+        """Carry out the commands that have arrived until there is work. False means stop."""
         while True:
-            with self._wake:
-                while not self._commands and not self.engine.has_work():
-                    self.turn = None
-                    self._wake.wait(None if self._traffic is None else self._until_report())
-                    self._report_if_due()
-                commands = [self._commands.popleft() for _ in range(len(self._commands))]
+            commands = self._await_commands()
             self.turn = next(self._turns)
+            if self._is_report_due():  # without the lock and in a turn, as whoever reads the log may block it
+                self._report_traffic()
             for command in commands:
                 match command:
                     case _Stop():
                         return False
                     case _Abort(request_ids):
                         self._abort(request_ids)
-                    case _Add(requests, done):
-                        self._add(requests, done)
+                    case _Add(requests, asked, done):
+                        self._add(requests, asked, done)
                     case _Check(checked):
                         self._check(checked)
             if self.engine.has_work():
@@ -437,11 +496,11 @@ class Bridge:
         assert self._traffic is not None
         return max(0.0, self._traffic[0] + self._report_every - time.monotonic())
 
-    def _add(self, requests: Sequence[Request], done: asyncio.Future[None]) -> None:
+    def _add(self, requests: Sequence[Request], asked: float, done: asyncio.Future[None]) -> None:
         try:
             for request in requests:
                 self.engine.add(request)
-                self._live.add(request.request_id)
+                self._live[request.request_id] = asked
         except NextnError as error:
             self._post(_set_exception, done, error)  # whoever waits for it then aborts those taken
             return
@@ -458,7 +517,7 @@ class Bridge:
 
     def _abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            self._live.discard(request_id)
+            self._live.pop(request_id, None)
             self.engine.abort(request_id)
 
     def _post(self, function: Callable[..., None], *args: object) -> None:

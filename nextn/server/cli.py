@@ -33,6 +33,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_engine_flags(parser)
     group = parser.add_argument_group("server")
+    _add_access_flags(group)
+    _add_time_flags(group)
+    group.add_argument(
+        "--log-level", choices=_LEVELS, default="info", help="least severity that is logged (default: info)"
+    )
+    return parser
+
+
+def _add_access_flags(group: argparse._ArgumentGroup) -> None:
+    """Where the server is found, under which names, and by whom."""
     group.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one (default: 127.0.0.1)"
     )
@@ -63,6 +73,10 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         help="name of the model in the API; may be given several times (default: the last part of MODEL)",
     )
+
+
+def _add_time_flags(group: argparse._ArgumentGroup) -> None:
+    """How long requests and steps may take."""
     group.add_argument(
         "--shutdown-timeout",
         type=float,
@@ -79,10 +93,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="how long one step of the engine may take before the server logs what hangs, gives every open "
         f"request an error and ends; 0 is for ever (default: {STEP_SECONDS:g})",
     )
-    group.add_argument(
-        "--log-level", choices=_LEVELS, default="info", help="least severity that is logged (default: info)"
-    )
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_server_flags(args)
         key = _api_key(args)
         with bound(args.host, args.port) as sockets:  # before the load, which may take minutes
-            return serve(
+            serve(
                 lambda: _load(args.model, config),
                 config,
                 names,
@@ -110,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 cors_origins=args.cors_origin,
                 log_level=args.log_level,
                 ready=lambda engine: ready_line(names[0], engine, config),
+                about=about,
                 shutdown_timeout=args.shutdown_timeout,
                 step_timeout=args.step_timeout,
             )
@@ -168,6 +179,12 @@ def _load(model: str, config: EngineConfig) -> Engine:
 
     leave_a_core_free()
     return Engine.from_config(resolve_model(model), config)
+
+
+def about(engine: Engine) -> dict[str, str]:
+    """How the model is served, as labels of a metric."""
+    dtype = str(engine.worker.state.cache.dtype).removeprefix("torch.")
+    return {"spec": "off" if engine.spec is None else str(engine.spec), "dtype": dtype}
 
 
 def ready_line(name: str, engine: Engine, config: EngineConfig) -> str:

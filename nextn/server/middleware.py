@@ -16,6 +16,7 @@ from nextn.server.bridge import Bridge
 from nextn.server.metrics import Metrics
 from nextn.server.protocol import REQUEST_ID, ApiError
 from nextn.server.stream import error_response
+from nextn.server.traffic import RefusalLog
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +33,12 @@ class RequestIds:
         self.app = app
         self.metrics = metrics
         self.paths = paths
+        self.refusals = RefusalLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
+            self.refusals.flush()  # the end of the lifespan
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
@@ -47,13 +50,20 @@ class RequestIds:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
-                self.metrics.answered(scope["path"] if scope["path"] in self.paths else "other", status)
+                self._answered(scope, status)
             await send(message)
 
+        level = logging.DEBUG
         try:
             await self.app(scope, receive, marked)
+        except Exception:  # a defect, which Starlette answers outside of this
+            level = logging.WARNING
+            if not status:
+                status = 500
+                self._answered(scope, status)
+            raise
         finally:
-            level = logging.WARNING if status == 500 else logging.DEBUG
+            level = logging.WARNING if status == 500 else level
             logger.log(
                 level,
                 "%s %s %r: %d after %.3f s",
@@ -63,6 +73,14 @@ class RequestIds:
                 status,
                 time.monotonic() - started,
             )
+
+    def _answered(self, scope: Scope, status: int) -> None:
+        """Count an answer under its route; what came to none may be anything."""
+        path = getattr(scope.get("route"), "path", None) or scope["path"]
+        path = path if path in self.paths else "other"
+        self.metrics.answered(path, status)
+        if (400 <= status < 500 or status == 503) and path not in OPEN_PATHS:
+            self.refusals.record(path, status)
 
 
 class KeyRequired:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from nextn.engine.grammar import Grammar
+from nextn.engine.grammar import Compiling, Grammar
 from nextn.engine.request import Request
 from nextn.errors import RequestError
 from nextn.server.bridge import EngineLike
@@ -37,11 +37,15 @@ MAX_ECHOED_LOGPROBS = 2**18
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A body that has passed every check, as requests for the engine, in the order of the reply's choices."""
+    """A body that has passed every check, as requests for the engine, in the order of the reply's choices.
+
+    compiling: the requests' grammar on its way, for `Preparer.constrain` when it is there.
+    """
 
     body: Body
     reply: Reply
     requests: list[Request]
+    compiling: Compiling | None
 
 
 class Preparer:
@@ -77,9 +81,10 @@ class Preparer:
                     )
                     for choice in range(body.choices)
                 ]
+            compiling = self._begin(grammar)
         except RequestError as error:
             raise body.error(error) from None
-        return Prepared(body, self._reply("text", body, choices), requests)
+        return Prepared(body, self._reply("text", body, choices), requests, compiling)
 
     def chat(self, content: bytes) -> Prepared:
         """POST /v1/chat/completions."""
@@ -96,6 +101,7 @@ class Preparer:
             thinking = self._format.thinking(text)
             grammar = self._chat_grammar(body, tools, chosen, thinking)
             requests = self._requests(body, tokens, grammar, default=None)
+            compiling = self._begin(grammar)
         except RequestError as error:
             raise body.error(error) from None
         choices = [
@@ -108,7 +114,19 @@ class Preparer:
             )
             for index in range(body.choices)
         ]
-        return Prepared(body, self._reply("chat", body, choices), requests)
+        return Prepared(body, self._reply("chat", body, choices), requests, compiling)
+
+    def constrain(self, prepared: Prepared) -> None:
+        """Give requests that have a grammar what `compiling` has come to; raises ApiError."""
+        first = prepared.requests[0]
+        try:
+            if prepared.compiling is not None:
+                prepared.compiling.outcome()
+            compiled = self._engine.validate(first.prompt_tokens, first.params)
+        except RequestError as error:
+            raise prepared.body.error(error) from None
+        for request in prepared.requests:
+            request.compiled = compiled
 
     def tokenize(self, content: bytes) -> dict[str, object]:
         """POST /tokenize: the answer."""
@@ -259,7 +277,7 @@ class Preparer:
         limit = asked if asked is not None else room if default is None else min(default, room)
         # No tokens at all: the engine makes one with the prompt's, which the reply leaves out.
         params = body.sampling_params(max(limit, 1), grammar)
-        compiled = self._engine.validate(tokens, params)
+        self._engine.validate(tokens, replace(params, grammar=None))  # no thread waits for one
         name = f"{REQUEST_ID.get() or 'local'}-{uuid.uuid4().hex}"  # a client may give an id twice
         return [
             Request(
@@ -269,10 +287,14 @@ class Preparer:
                 choice=choice,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt,
-                compiled=compiled,
             )
             for choice in range(body.choices)
         ]
+
+    def _begin(self, grammar: Grammar | None) -> Compiling | None:
+        """Have the grammar compiled meanwhile; nothing where there is none, or no engine for it."""
+        grammars = self._engine.grammars
+        return None if grammar is None or grammars is None else grammars.begin(grammar)
 
     def _echo(self, prompt: str | list[int], tokens: list[int]) -> Echo:
         """The prompt as its answer repeats it: without a BOS that its text does not have."""

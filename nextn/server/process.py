@@ -11,17 +11,20 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import uvicorn
+from fastapi import FastAPI
 
+from nextn import __version__
 from nextn.config import EngineConfig
 from nextn.errors import ConfigError, NextnError
 from nextn.server.app import create_app
 from nextn.server.bridge import Bridge, EngineLike
+from nextn.server.connection import Connection
 from nextn.server.traffic import TrafficLog
 from nextn.server.watchdog import END_SECONDS, Watchdog, leave
 
@@ -40,8 +43,13 @@ STALLED_SECONDS = 60
 
 _WRITING_SECONDS = 5.0
 """How long clients have to take their errors when all else is over, and when the server was told to hurry."""
-_HURRIED_WRITING_SECONDS = 2.0
-_HURRIED_END_SECONDS = 3.0
+_HURRIED_WRITING_SECONDS = 1.0
+_HURRIED_END_SECONDS = 1.75
+"""After these the watchdog ends the process; with its tick, and 1 s if nobody reads the log, within 3 s."""
+
+
+_FULL_EVERY = 60.0
+"""Seconds between two lines that say so while no connection can be accepted."""
 
 
 class Server(uvicorn.Server):
@@ -60,6 +68,7 @@ class Server(uvicorn.Server):
         self._bridge = bridge
         self._shutdown_timeout = shutdown_timeout
         self._signals = 0
+        self._silent_until = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         bridge.on_ready = self._announce
         bridge.on_failure = self.end
@@ -95,6 +104,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._on_loop_error)
         await super().startup(sockets=sockets)
         self._announce()
 
@@ -117,6 +127,15 @@ class Server(uvicorn.Server):
         if self.force_exit:  # uvicorn leaves this out then, and its task's end would be logged as an error
             await self.lifespan.shutdown()
         self.end_by = min(self.end_by or math.inf, time.monotonic() + END_SECONDS)
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Say now and then that no connection can be accepted; asyncio would, thousands of times a second."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._silent_until:
+            self._silent_until = loop.time() + _FULL_EVERY
+            logger.warning("no more files can be opened (%s); new connections wait", error.strerror)
 
     def _announce(self) -> None:
         if not self.started or self._bridge.state != "ok" or not self.ready:
@@ -198,62 +217,68 @@ def serve(
     api_key: str | None,
     log_level: str,
     ready: Callable[[_EngineT], str],
+    about: Callable[[_EngineT], Mapping[str, str]] = lambda _: {},
     cors_origins: Sequence[str] = (),
     shutdown_timeout: float = SHUTDOWN_SECONDS,
     step_timeout: float = STEP_SECONDS,
-) -> int:
-    """Serve what `load` builds until a signal (0) or until the engine fails (1); close the sockets.
+) -> NoReturn:
+    """Serve what `load` builds until a signal (status 0) or until the engine fails (1), and end the process.
 
-    The process's last act, on its main thread: the watchdog stays, and so do the handlers of signals. Where
-    the engine's thread or device may hang, it ends the process itself. `ready` gives what is printed, with
-    {url} filled in. Raises ConfigError if another process took the port meanwhile, and what `load` raises on
-    purpose.
-
-    Open requests are bounded by the bridge, connections only by the process's limit of open files: at it,
-    new ones wait. uvicorn's limit_concurrency is no help, as above it /health would be refused as well. A
-    connection on which no request has come stays open, and one that sends its body holds what has come of
-    it (at most `MAX_BODY_BYTES`, for `BODY_SECONDS`); where strangers can connect, a proxy in front must
-    bound both.
+    On its main thread, and without the interpreter's own end: that takes seconds, in which signals have their
+    defaults back, and a thread or device may hang in it. `ready` gives what is printed, with
+    {url} filled in, `about` the labels of nextn_info. Raises ConfigError if another process took the port
+    meanwhile, and what `load` raises on purpose.
     """
 
     def build() -> EngineLike:
         engine = load()
         server.ready = ready(engine)
+        bridge.metrics.identify({"version": __version__, "model": served_names[0], **about(engine)})
         return engine
 
-    bridge = Bridge(
-        None,
-        load=build,
-        max_open=config.max_running_requests + config.max_waiting_requests,
-        report=TrafficLog(),
-    )
+    bridge = _bridge(build, config)
     app = create_app(bridge, served_names, api_key=api_key, cors_origins=cors_origins)
-    uvicorn_config = uvicorn.Config(
+    server = Server(_uvicorn_config(app, log_level), bridge, "", shutdown_timeout)
+    _listen(sockets, server.config.backlog)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, server.on_signal)
+    Watchdog(bridge, step_timeout, lambda: server.end_by).start()
+    server.run(sockets=sockets)
+    if isinstance(bridge.failure, NextnError) and not bridge.is_loaded:
+        raise bridge.failure
+    leave(0 if bridge.failure is None else 1)
+
+
+def _bridge(load: Callable[[], EngineLike], config: EngineConfig) -> Bridge:
+    max_open = config.max_running_requests + config.max_waiting_requests
+    bridge = Bridge(None, load=load, max_open=max_open, report=TrafficLog())
+    text = "Requests that the engine decodes or prefills at most."
+    bridge.metrics.watch("nextn_requests_running_limit", text, lambda: config.max_running_requests)
+    return bridge
+
+
+def _uvicorn_config(app: FastAPI, log_level: str) -> uvicorn.Config:
+    """Without a limit on connections but the process's limit of open files: at it, new ones wait.
+
+    Open requests are bounded by the bridge; uvicorn's limit_concurrency is no help, as above it /health would
+    be refused as well. A connection on which no request has come stays open, and one that sends its body
+    holds what has come of it (at most `MAX_BODY_BYTES`, for `BODY_SECONDS`); where strangers can connect, a
+    proxy in front must bound both.
+    """
+    return uvicorn.Config(
         app,
+        http=Connection,
         log_config=None,
         log_level="warning" if log_level == "info" else log_level,
         access_log=False,  # the application logs its answers, with their ids
         server_header=False,
     )
-    server = Server(uvicorn_config, bridge, "", shutdown_timeout)
+
+
+def _listen(sockets: Sequence[socket.socket], backlog: int) -> None:
     for each in sockets:
         try:
-            each.listen(uvicorn_config.backlog)
+            each.listen(backlog)
         except OSError as error:  # of two servers that started at the same time, the later one
             host, port = each.getsockname()[:2]
             raise _cannot_listen(host, port, error) from None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, server.on_signal)
-    Watchdog(bridge, step_timeout, lambda: server.end_by).start()
-    server.run(sockets=sockets)
-    return _status(bridge)
-
-
-def _status(bridge: Bridge) -> int:
-    """How the process ends, which it does here unless Python can be trusted to clear up."""
-    if isinstance(bridge.failure, NextnError) and not bridge.is_loaded:
-        raise bridge.failure
-    status = 0 if bridge.failure is None else 1
-    if bridge.is_running or status:
-        leave(status)
-    return status

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-from nextn.engine.grammar import Grammar
+from nextn.engine.grammar import Grammar, GrammarsBusy
 from nextn.engine.request import SamplingParams
 from nextn.errors import NextnError, RequestError
 from nextn.server.constraints import Constraints
@@ -196,7 +196,9 @@ class Body(Constraints):
         return None
 
     def error(self, error: RequestError) -> ApiError:
-        """400 for what the engine refuses, with the name that the field has in this body."""
+        """400 for what the engine refuses, with the field's name in this body; 429 if it may do later."""
+        if isinstance(error, GrammarsBusy):
+            return ApiError(429, str(error), code="too_many_requests", headers={"Retry-After": "10"})
         return ApiError(400, str(error), param=self.field_name(error.field))
 
     def field_name(self, engine_field: str | None) -> str | None:

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 from nextn.errors import NextnError
 from nextn.server.bridge import Bridge
@@ -24,6 +25,9 @@ END_SECONDS = 10.0
 """How long answers and threads may take to end after everything that has a limit of its own."""
 
 _TICK = 0.25
+
+_WORDS_SECONDS = 1.0
+"""How long the log may take to be written at the end: whoever reads it may have stopped."""
 
 
 class StepTimeout(NextnError):
@@ -42,6 +46,8 @@ class Watchdog:
         self._bridge = bridge
         self._step_timeout = step_timeout
         self._end_by = end_by
+        # The number, as a file would be flushed, for which it has a lock.
+        self._stderr = None if sys.__stderr__ is None else sys.__stderr__.fileno()
         self._turn: int | None = None
         self._lost_by: float | None = None
         self._seen = 0.0
@@ -59,19 +65,18 @@ class Watchdog:
             self._check_step()
 
     def _set_last_resort(self) -> None:
-        if self._step_timeout and sys.__stderr__ is not None:
-            seconds = self._step_timeout + END_SECONDS
-            faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+        if self._step_timeout and self._stderr is not None:
+            faulthandler.dump_traceback_later(self._step_timeout + END_SECONDS, exit=True, file=self._stderr)
 
     def _check_end(self) -> None:
         ends = [end for end in (self._end_by(), self._lost_by) if end is not None]
         if not ends or time.monotonic() < min(ends):
             return
         if self._bridge.is_ended and self._bridge.failure is None:
-            logger.warning("a thread did not end with the server; the process ends without it")
-            leave(0)
-        logger.critical("the server did not end in time; what its threads were doing:\n%s", stacks())
-        leave(1)
+            peaceful = "a thread did not end with the server; the process ends without it"
+            leave(0, lambda: logger.warning(peaceful))
+        forced = "the server did not end in time; what its threads were doing:\n%s"
+        leave(1, lambda: logger.critical(forced, stacks()))
 
     def _check_step(self) -> None:
         turn = self._bridge.turn
@@ -83,7 +88,7 @@ class Watchdog:
             self._seen = float("-inf")  # said once
             self._lost_by = time.monotonic() + END_SECONDS  # even if the loop hangs as well
             message = f"a step has taken more than --step-timeout {self._step_timeout:g} s"
-            logger.critical("%s; what the threads are doing:\n%s", message, stacks())
+            _within(lambda: logger.critical("%s; what the threads are doing:\n%s", message, stacks()))
             self._bridge.fail(StepTimeout(message))
 
 
@@ -96,7 +101,24 @@ def stacks() -> str:
     )
 
 
-def leave(status: int) -> None:
-    """End the process at once, whatever its threads do; what was logged is written."""
-    logging.shutdown()
+def leave(status: int, say: Callable[[], None] | None = None) -> NoReturn:
+    """End the process at once, whatever its threads do; `say` logs why, and the log is written.
+
+    Only a moment is left to that: a log that nobody reads takes no more when its pipe is full, and keeps its
+    locks.
+    """
+
+    def words() -> None:
+        if say is not None:
+            say()
+        logging.shutdown()
+
+    _within(words)
     os._exit(status)
+
+
+def _within(job: Callable[[], None]) -> None:
+    """Do it on a thread of its own, and go on without it if it takes too long."""
+    thread = threading.Thread(target=job, name="last words", daemon=True)
+    thread.start()
+    thread.join(_WORDS_SECONDS)

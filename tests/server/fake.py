@@ -12,16 +12,19 @@ from typing import Any
 
 import uvicorn
 
+from nextn.engine.grammar import Grammars
 from nextn.engine.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from nextn.engine.stats import StepReport
 from nextn.errors import RequestError
 from nextn.server.app import create_app
 from nextn.server.bridge import Bridge
+from nextn.server.connection import Connection
 from nextn.server.process import Server
 from nextn.text import Detokenizer, Tokenizer
 
 Script = Callable[[Request], list[int]]
 STATS = (
-    *("running", "waiting", "generated_tokens", "prompt_tokens", "cached_tokens", "cycles", "emitted"),
+    *("running", "waiting", "generated_tokens", "prompt_tokens", "cycles", "emitted", "accepted", "drafted"),
     *("pages", "pages_used", "pages_cached", "pages_free", "prefill_steps", "decode_steps", "preemptions"),
 )
 
@@ -47,6 +50,11 @@ class FakeEngine:
     looks: int = 0
     closed: bool = False
     damage: str = ""
+    grammars: Grammars | None = None
+    on_step: Callable[[StepReport], None] = field(default=lambda _: None)
+    on_start: Callable[[str], None] = field(default=lambda _: None)
+    queried_tokens: int = 0
+    cached_tokens: int = 0
     aborted: list[str] = field(default_factory=list)
     seen: list[Request] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)
@@ -88,10 +96,18 @@ class FakeEngine:
             raise RuntimeError("the device is on fire")
         time.sleep(self.step_seconds)
         outputs, self._ended = self._ended, []
-        return outputs + [self._advance(opened) for opened in list(self._open.values())]
+        rows = list(self._open.values())
+        for opened in rows:
+            if not opened.request.output_tokens:
+                self._start(opened.request)
+        advanced = [self._advance(opened) for opened in rows]
+        tokens = sum(len(output.token_ids) for output in advanced)
+        self.on_step(StepReport("decode", len(rows), tokens, self.step_seconds))
+        return outputs + advanced
 
     def stats(self) -> Mapping[str, float]:
-        return dict.fromkeys(STATS, 0.0) | {"running": float(len(self._open)), "pages": 8.0}
+        counted = {"queried_tokens": self.queried_tokens, "cached_tokens": self.cached_tokens}
+        return dict.fromkeys(STATS, 0.0) | {"running": float(len(self._open)), "pages": 8.0} | counted
 
     def check_integrity(self) -> None:
         self.threads.add(threading.get_ident())
@@ -99,6 +115,11 @@ class FakeEngine:
 
     def close(self) -> None:
         self.closed = True
+
+    def _start(self, request: Request) -> None:
+        self.queried_tokens += len(request.prompt_tokens)
+        self.cached_tokens += _cached(request)
+        self.on_start(request.request_id)
 
     def _advance(self, opened: _Open) -> Output:
         request, start = opened.request, len(opened.request.output_tokens)
@@ -141,8 +162,12 @@ def _output(request: Request, text: str, tokens: list[int], reason: FinishReason
         acceptance=request.acceptance,
         logprobs=() if params.logprobs is None else tuple(logprobs_of(t, params.logprobs) for t in tokens),
         prompt_logprobs=tuple(echoed) if first and params.prompt_logprobs is not None else None,
-        cached_tokens=4 * (request.choice > 0),
+        cached_tokens=_cached(request),
     )
+
+
+def _cached(request: Request) -> int:
+    return 4 * (request.choice > 0)
 
 
 def logprobs_of(token: int, top: int) -> TokenLogprobs:
@@ -173,7 +198,9 @@ def running_server(
     """The whole server in a thread of its own, on loopback; it is shut down at the end."""
     bridge = Bridge(engine, load=load, max_open=max_open)
     app = create_app(bridge, names, **app_options)
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, log_level="warning")
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=0, http=Connection, log_config=None, log_level="warning"
+    )
     server = Server(config, bridge, "ready at {url}", shutdown_timeout)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()

@@ -67,7 +67,7 @@ def load(options: dict[str, Any]) -> Scripted:
     return engine
 
 
-def main() -> int:
+def main() -> None:
     """Serve as nextn-serve does."""
     options = json.loads(sys.argv[1])
     logging.basicConfig(level="INFO")
@@ -76,7 +76,7 @@ def main() -> int:
     signal.signal(signal.SIGUSR1, lambda *_: hang_here())  # the main thread, and so the event loop
     with process.bound("127.0.0.1", 0) as sockets:
         print(sockets[0].getsockname()[1], flush=True)
-        return process.serve(
+        process.serve(
             lambda: load(options),
             EngineConfig(),
             ["fake"],
@@ -84,10 +84,11 @@ def main() -> int:
             api_key=None,
             log_level="info",
             ready=lambda _: "ready at {url}",
+            about=lambda _: {"spec": "off", "dtype": "float32"},
             shutdown_timeout=options.get("shutdown_timeout", 60.0),
             step_timeout=options.get("step_timeout", 0.0),
         )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

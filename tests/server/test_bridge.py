@@ -152,6 +152,86 @@ def test_a_request_on_its_way_to_a_failing_engine_is_told(engine: FakeEngine) ->
     assert isinstance(bridge.failure, RuntimeError)
 
 
+def test_a_report_that_hangs_holds_up_neither_the_loop_nor_the_watchdog(engine: FakeEngine) -> None:
+    """Its log may go to a pipe that nobody reads; the engine is idle, so only a turn shows that it hangs."""
+    reporting, release = threading.Event(), threading.Event()
+
+    def report(*_: object) -> None:
+        reporting.set()
+        release.wait(10)
+
+    async def test(bridge: Bridge) -> None:
+        await _read(await bridge.submit([_request("a")]))
+        await asyncio.to_thread(reporting.wait, 10)
+        assert bridge.turn is not None
+        started = asyncio.get_running_loop().time()
+        later = asyncio.create_task(bridge.submit([_request("b")]))
+        await asyncio.sleep(0)
+        assert asyncio.get_running_loop().time() - started < 5
+        release.set()
+        await _read(await later)
+
+    _with_bridge(engine, test, report=report, report_every=0.2)
+
+
+def test_traffic_since_the_last_report_is_reported_at_the_end(engine: FakeEngine) -> None:
+    reports: list[Mapping[str, float]] = []
+
+    async def test(bridge: Bridge) -> None:
+        bridge.metrics.answered("/v1/completions", 429)
+        await _read(await bridge.submit([_request("a")]))
+        assert reports == []
+
+    _with_bridge(engine, test, report=lambda stats, _: reports.append(stats), report_every=1000.0)
+    (report,) = reports
+    assert report["turned_away"] == 1
+
+
+def _sample(bridge: Bridge, name: str, **labels: str) -> float | None:
+    return bridge.metrics.registry.get_sample_value(name, labels)
+
+
+def test_requests_that_were_never_taken_are_counted_nowhere(engine: FakeEngine) -> None:
+    """Not as aborted, nor with a time, nor as ends that make room, from which Retry-After follows."""
+    engine.script, engine.step_seconds = lambda _: [40] * 1000, 0.02
+    engine.max_model_len = 2000
+
+    async def test(bridge: Bridge) -> None:
+        ticket = await bridge.submit([_request("long", 1000)])
+        with pytest.raises(RequestError, match="empty"):
+            await bridge.submit([_request("a"), Request("b", [], SamplingParams())])
+        cancelled = asyncio.create_task(bridge.submit([_request("c")]))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        while len(engine.aborted) < 2:  # what the engine had taken is ended there all the same
+            await asyncio.sleep(0.001)
+        assert bridge.num_open == 1
+        assert _sample(bridge, "nextn_requests_total", finish_reason="abort") is None
+        assert _sample(bridge, "nextn_request_seconds_count") == 0
+        assert list(bridge._ends._ends) == []
+        ticket.close()
+        assert _sample(bridge, "nextn_requests_total", finish_reason="abort") == 1
+
+    _with_bridge(engine, test)
+
+
+def test_an_answer_that_is_given_up_is_counted_and_named(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nextn.server.ticket.MAX_UNREAD_BYTES", 2000)
+
+    async def test(bridge: Bridge) -> None:
+        ticket = await bridge.submit([_request("my-id-7")])
+        while not ticket.is_overrun:
+            await asyncio.sleep(0.001)
+        assert _sample(bridge, "nextn_slow_readers_total") == 1
+
+    _with_bridge(engine, test)
+    assert "request my-id-7: its client does not read" in caplog.text
+
+
 def test_statistics_are_reported_while_there_is_traffic(engine: FakeEngine) -> None:
     """At intervals while the engine works, once after it has gone idle, then no more."""
     reports: list[tuple[Mapping[str, float], float]] = []

@@ -176,16 +176,28 @@ def test_an_empty_key_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPa
 
 def test_the_traffic_log_shows_differences(caplog: pytest.LogCaptureFixture) -> None:
     names = ("running", "waiting", "generated_tokens", "cycles", "emitted", "pages", "pages_used")
-    names += ("pages_cached", "cached_tokens", "prompt_tokens")
+    names += (
+        "pages_cached",
+        "cached_tokens",
+        "queried_tokens",
+        "prompt_tokens",
+        "preemptions",
+        "turned_away",
+    )
     log = TrafficLog()
     with caplog.at_level(logging.INFO):
-        log(dict(zip(names, (2, 1, 100, 50, 100, 8, 2, 0, 0, 40), strict=True)), 2.0)
-        log(dict(zip(names, (1, 0, 400, 150, 400, 8, 4, 2, 30, 50), strict=True)), 10.0)
-        log(dict(zip(names, (0, 0, 400, 150, 400, 8, 0, 6, 30, 50), strict=True)), 10.0)
+        log(dict(zip(names, (2, 1, 100, 50, 100, 8, 2, 0, 0, 40, 40, 0, 0), strict=True)), 2.0)
+        log(dict(zip(names, (1, 0, 400, 150, 400, 8, 4, 2, 30, 80, 140, 2, 7), strict=True)), 10.0)
+        log(dict(zip(names, (0, 0, 400, 150, 400, 8, 0, 6, 30, 80, 140, 2, 8), strict=True)), 10.0)
     first, second, third = (record.getMessage() for record in caplog.records)
     assert first == (
-        "running 2, waiting 1, 50.0 tokens/s, acceptance length 2.00, cache 25 % used, 0 % kept, hit rate 0 %"
+        "running 2, waiting 1, 50.0 tokens/s, prefill 20 tokens/s, acceptance length 2.00, "
+        "cache 25 % used, 0 % kept, hit rate 0 %"
     )
-    assert second.startswith("running 1, waiting 0, 30.0 tokens/s, acceptance length 3.00, ")
-    assert second.endswith(", cache 50 % used, 25 % kept, hit rate 75 %")
-    assert third == "running 0, waiting 0, 0.0 tokens/s, cache 0 % used, 75 % kept"
+    assert second == (
+        "running 1, waiting 0, 30.0 tokens/s, prefill 10 tokens/s, acceptance length 3.00, "
+        "cache 50 % used, 25 % kept, hit rate 75 %, preempted 2, turned away 7"
+    )
+    assert third == (
+        "running 0, waiting 0, 0.0 tokens/s, prefill 0 tokens/s, cache 0 % used, 75 % kept, turned away 1"
+    )

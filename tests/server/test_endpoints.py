@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
 import socket
+import sys
 import threading
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import httpx
 import openai
@@ -18,6 +21,7 @@ from prometheus_client import Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 import nextn
+from nextn.server import traffic
 from nextn.text import Tokenizer
 from tests.server.fake import FakeEngine, Running, running_server, wait_until
 
@@ -164,14 +168,82 @@ def test_metrics_count_requests_tokens_and_time(engine: FakeEngine) -> None:
     assert figures["nextn_request_seconds_count"] == 3
     assert figures["nextn_inter_token_seconds_count"] == generated - 3
     assert figures["nextn_inter_token_seconds_sum"] <= figures["nextn_request_seconds_sum"]
-    accepted = [figures[f"nextn_speculative_accepted_tokens_total position={i}"] for i in (1, 2)]
+    name = "nextn_speculative_accepted_tokens_by_position_total"
+    accepted = [figures[f"{name} position={i}"] for i in (1, 2)]
     assert accepted[0] >= accepted[1] > 0
-    assert figures["nextn_requests_running"] == 0
+    assert figures["nextn_requests_running"] == figures["nextn_requests_open"] == 0
+    assert (figures["nextn_requests_open_limit"], figures["nextn_ready"]) == (8, 1)
+    assert figures["nextn_queue_seconds_count"] == 3
+    assert figures["nextn_queue_seconds_sum"] <= figures["nextn_time_to_first_token_seconds_sum"]
+    assert figures["nextn_step_seconds_count kind=decode"] == engine.steps
+    assert figures["nextn_step_tokens_sum kind=decode"] == generated
+    assert figures["nextn_step_rows_sum kind=decode"] >= engine.steps
     pages = {f"nextn_cache_pages{which}" for which in ("", "_used", "_cached", "_free")}
     steps = {f"nextn_steps_total kind={kind}" for kind in ("prefill", "decode")}
-    assert {"nextn_requests_waiting", "nextn_preemptions_total"} | pages | steps <= figures.keys()
+    process = {"process_resident_memory_bytes", "process_open_fds"} if sys.platform == "linux" else set()
+    assert {"nextn_requests_waiting", "nextn_preemptions_total"} | pages | steps | process <= figures.keys()
     assert figures["nextn_http_responses_total path=/v1/completions status=400"] == 1
     assert figures["nextn_http_responses_total path=other status=404"] == 1
+
+
+def test_accepted_tokens_are_counted_with_the_drafted_ones_not_when_requests_end(engine: FakeEngine) -> None:
+    """Their ratio over a window is the acceptance in it."""
+    told = {"drafted": 9.0, "accepted": 6.0, "emitted": 9.0, "cycles": 3.0}
+    stats = engine.stats
+    engine.stats = lambda: {**stats(), **told}  # type: ignore[method-assign]
+    with running_server(engine) as running:
+        wait_until(lambda: running.bridge.state == "ok")
+        figures = _figures(running)
+    assert figures["nextn_speculative_accepted_tokens_total"] == 6
+    assert figures["nextn_speculative_drafted_tokens_total"] == 9
+
+
+@pytest.mark.parametrize(("path", "route"), [("/v1/models/x", "/v1/models/{name:path}"), ("/x", "other")])
+def test_answers_are_counted_under_their_route_never_under_what_a_client_made_up(
+    engine: FakeEngine, path: str, route: str
+) -> None:
+    with running_server(engine) as running:
+        assert httpx.get(running.url + path).status_code == 404
+        assert httpx.post(running.url + "/v1/models").status_code == 405
+        figures = _figures(running)
+    assert figures[f"nextn_http_responses_total path={route} status=404"] == 1
+    assert figures["nextn_http_responses_total path=/v1/models status=405"] == 1
+
+
+@pytest.mark.parametrize("kind", ["logits", "grammar"])
+def test_errors_are_counted_by_what_went_wrong(
+    engine: FakeEngine, kind: Literal["logits", "grammar"]
+) -> None:
+    """Damaged weights are no grammar's fault; all causes are there from the start, for alerts on rates."""
+    step = engine.step
+    with running_server(engine) as running:
+        wait_until(lambda: running.bridge.state == "ok")
+        before = _figures(running)
+        engine.step = lambda: [  # type: ignore[method-assign]
+            replace(each, finish_reason="error", error="no", error_kind=kind) for each in step()
+        ]
+        assert httpx.post(running.url + "/v1/chat/completions", json=CHAT).status_code == 500
+        figures = _figures(running)
+    causes = {cause: f"nextn_request_errors_total cause={cause}" for cause in ("logits", "grammar", "engine")}
+    assert [before[name] for name in causes.values()] == [0, 0, 0]
+    assert {cause for cause, name in causes.items() if figures[name]} == {kind}
+
+
+def test_what_an_engine_s_failure_and_the_server_s_end_cut_off_are_told_apart(engine: FakeEngine) -> None:
+    engine.script = lambda _: [40] * 100_000
+    engine.max_model_len, engine.step_seconds = 100_000, 0.005
+    body = {"prompt": "a", "max_tokens": 90_000, "stream": True}
+    for fails, cause in ((True, "engine"), (False, "shutdown")):
+        with running_server(engine, shutdown_timeout=0.0) as running:
+            running.bridge.on_failure = None
+            with httpx.stream("POST", running.url + "/v1/completions", json=body):
+                if fails:
+                    engine.fail_at = engine.steps
+                else:
+                    running.server.end()
+                name = f'nextn_request_errors_total{{cause="{cause}"}} 1.0'
+                wait_until(lambda name=name: name in running.bridge.metrics.text().decode())
+        engine.fail_at, engine._open = None, {}
 
 
 def test_a_client_that_leaves_is_counted_as_aborted(engine: FakeEngine) -> None:
@@ -188,7 +260,7 @@ def test_a_client_that_leaves_is_counted_as_aborted(engine: FakeEngine) -> None:
         wait_until(lambda: running.bridge.num_open == 0)
         figures = _figures(running)
         assert figures["nextn_requests_total finish_reason=abort"] == 1
-        assert figures["nextn_speculative_accepted_tokens_total position=1"] > 0
+        assert figures["nextn_speculative_accepted_tokens_by_position_total position=1"] > 0
 
 
 def test_a_later_metric_joins_the_registry(shared: Running) -> None:
@@ -298,6 +370,45 @@ def test_a_defect_is_logged_and_answered_with_the_id(
     assert answer.headers["x-request-id"] == answer.json()["error"]["request_id"] == "d"
     assert any(record.getMessage().startswith("d failed") for record in caplog.records)
     assert "a defect" not in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_defect_is_counted_and_its_line_is_a_warning(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Also one behind the start of an answer, whose status has been counted already."""
+    name = "EventStream._events" if stream else "WholeAnswer._collect"
+    monkeypatch.setattr(f"nextn.server.stream.{name}", lambda _: 1 // 0)
+    with caplog.at_level(logging.WARNING), running_server(engine) as running:
+        with contextlib.suppress(httpx.TransportError):
+            httpx.post(running.url + "/v1/chat/completions", json=CHAT | {"stream": stream})
+        figures = _figures(running)
+    counted = {name: n for name, n in figures.items() if "responses_total path=/v1/chat" in name}
+    status = 200 if stream else 500
+    assert counted == {f"nextn_http_responses_total path=/v1/chat/completions status={status}": 1}
+    (line,) = [record for record in caplog.records if record.name == "nextn.server.middleware"]
+    assert line.levelno == logging.WARNING
+
+
+def test_refused_requests_are_one_line_now_and_then_and_probes_none(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came since the last line is said at the end."""
+    monkeypatch.setattr(traffic, "REFUSALS_EVERY", 0.2)
+
+    def lines() -> list[str]:
+        return [each.getMessage() for each in caplog.records if each.name == "nextn.server.traffic"]
+
+    with caplog.at_level(logging.INFO), running_server(engine) as running:
+        for _ in range(3):
+            httpx.post(running.url + "/v1/completions", json={})
+        httpx.get(running.url + "/nothing")
+        wait_until(lambda: len(lines()) == 1)
+        monkeypatch.setattr(traffic, "REFUSALS_EVERY", 1000.0)
+        httpx.get(running.url + "/nothing")
+        running.bridge.refuse()
+        assert httpx.get(running.url + "/health").status_code == 503
+    assert lines() == ["refused: 3 x 400 /v1/completions, 1 x 404 other", "refused: 1 x 404 other"]
 
 
 def test_a_body_that_does_not_come_is_given_up(engine: FakeEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
@@ -67,6 +68,36 @@ def test_a_stream_closed_by_the_openai_client_aborts_its_request(engine: FakeEng
         ):
             wait_until(lambda: engine.steps > 2)
         wait_until(lambda: len(engine.aborted) == 1)
+
+
+def test_requests_sent_ahead_are_answered_in_their_order(engine: FakeEngine) -> None:
+    """Though the server goes on reading while it makes the first answer."""
+    with running_server(engine) as running:
+        connection = _send(running, BODY)
+        for path in ("/version", "/nothing", "/health/live"):
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        connection.settimeout(10)
+        received = b""
+        while b'{"status":"ok"}' not in received:
+            received += connection.recv(65536)
+        connection.close()
+    places = [
+        received.index(part) for part in (b'"choices"', b'{"version"', b"404 Not Found", b'"status":"ok"')
+    ]
+    assert places == sorted(places)
+    assert engine.aborted == []
+
+
+def test_a_client_that_sends_too_much_behind_its_request_is_disconnected(engine: FakeEngine) -> None:
+    """What stands before its end is kept in memory, and so has a bound."""
+    with running_server(_endless(engine)) as running:
+        connection = _send(running, BODY)
+        wait_until(lambda: engine.steps > 2)
+        with contextlib.suppress(OSError):
+            for _ in range(100):
+                connection.sendall(bytes(65536))
+        wait_until(lambda: len(engine.aborted) == 1)
+        connection.close()
 
 
 def test_one_client_s_leaving_leaves_the_other_s_answer_alone(engine: FakeEngine) -> None:

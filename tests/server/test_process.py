@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+import nextn
 import nextn.server.process
 from tests.server.fake import wait_until
 
@@ -317,7 +320,7 @@ def test_while_it_loads_a_server_is_alive_but_not_ready_and_a_signal_ends_it() -
     with _server(load="hang") as server:
         assert server.get("/health") == (503, '{"status":"loading"}')
         assert server.get("/health/live") == (200, '{"status":"loading"}')
-        assert server.get("/metrics")[0] == 200
+        assert "nextn_ready 0.0" in server.get("/metrics")[1]
         assert server.get("/v1/models")[0] == 503
         assert server.get("/debug/integrity")[0] == 503
         refused = server.post()
@@ -328,7 +331,8 @@ def test_while_it_loads_a_server_is_alive_but_not_ready_and_a_signal_ends_it() -
         server.send(signal.SIGINT)
         status, log = server.end()
     assert status == 0
-    assert log == "hanging\n"
+    refusals = "1 x 503 /v1/models, 1 x 503 /debug/integrity, 1 x 503 /v1/completions"
+    assert log == f"hanging\nINFO:nextn.server.traffic:refused: {refusals}\n"
 
 
 def test_a_model_that_cannot_be_loaded_is_a_sentence_and_a_defect_a_traceback() -> None:
@@ -369,7 +373,48 @@ def test_a_signal_while_a_client_sends_its_body_is_answered_and_not_logged() -> 
         status, log = server.end()
     assert received.startswith(b"HTTP/1.1 503 ")
     assert status == 0
-    assert log.splitlines()[1:] == []
+    assert log.splitlines()[1:] == ["INFO:nextn.server.traffic:refused: 1 x 503 /v1/completions"]
+
+
+@pytest.mark.parametrize("hang", ["", "step"])
+def test_a_log_that_nobody_reads_does_not_keep_a_process_that_is_to_end(hang: str) -> None:
+    """Its pipe is full, so whoever logs hangs with the log's locks: the loop, the engine, the watchdog."""
+    reads, writes = os.pipe()
+    options = json.dumps({"hang": hang, "step_timeout": 0.5, "end": 2.0, "shutdown_timeout": 10_000})
+    command = [sys.executable, "-m", "tests.server.scripted", options]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writes, text=True, cwd=ROOT) as popen,
+        ExitStack() as stack,
+    ):
+        stack.callback(popen.kill)
+        assert popen.stdout is not None
+        server = Process(popen, int(popen.stdout.readline()), stack)
+        wait_until(server.is_ready)
+        os.set_blocking(writes, False)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(writes, b"x" * 4096)
+        os.set_blocking(writes, True)
+        server.ask(stream=True)
+        if not hang:
+            server.send(signal.SIGTERM, signal.SIGTERM)
+        started = time.monotonic()
+        assert popen.wait(20) in (0, 1)
+        assert time.monotonic() - started < 10
+    os.close(reads)
+    os.close(writes)
+
+
+def test_the_metrics_say_what_is_served_and_how_much_fits() -> None:
+    with _server() as server:
+        figures = server.get("/metrics")[1].splitlines()
+        server.send(signal.SIGTERM)
+        assert server.end()[0] == 0
+    labels = f'dtype="float32",model="fake",spec="off",version="{nextn.__version__}"'
+    assert f"nextn_info{{{labels}}} 1.0" in figures
+    assert "nextn_ready 1.0" in figures
+    assert "nextn_requests_running_limit 16.0" in figures
+    assert "nextn_requests_open_limit 1040.0" in figures
 
 
 def test_a_client_that_reads_nothing_does_not_hold_up_the_end() -> None:

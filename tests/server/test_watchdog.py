@@ -66,7 +66,7 @@ def test_an_end_that_is_overdue_has_the_status_that_it_deserves(
     monkeypatch: pytest.MonkeyPatch, ended: bool, failure: BaseException | None, status: int
 ) -> None:
     left: list[int] = []
-    monkeypatch.setattr(watchdog, "leave", left.append)
+    monkeypatch.setattr(watchdog, "leave", lambda status, _: left.append(status))
     bridge = _Bridge()
     bridge.is_ended, bridge.failure = ended, failure
     Watchdog(bridge, 1.0, lambda: None)._check_end()  # type: ignore[arg-type]
