@@ -40,9 +40,8 @@ from nextn.text import Detokenizer, Tokenizer
 logger = logging.getLogger(__name__)
 
 
-WARM_UP_TOKENS = 8 * 1024 + MAX_CHAINS * CHAIN + 1
-"""A prompt that ends, by chunks of any power of two, with one too long for chains behind a prefix so long
-that attention's tiles are cut."""
+WARM_UP_PREFIX = 8 * 1024
+"""Tokens of a prefix so long that the tiles of attention are cut for a short chunk behind it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -140,15 +139,17 @@ class Engine:
         """
         started = time.perf_counter()
         room = self.pool.num_pages * self.pool.page_size - self._reserve
-        longest = min(WARM_UP_TOKENS, self.max_model_len - 1, room - 1)
+        longest = min(self.max_model_len - 1, room - 1)
         if longest < 1:
             return
+        prefix = -(-WARM_UP_PREFIX // self._chunk_size) * self._chunk_size
+        behind = prefix + min(self._chunk_size, MAX_CHAINS * CHAIN + 1)
         sizes = [1 << bit for bit in range(4, self._chunk_size.bit_length())]
-        for length in (WARM_UP_TOKENS, *sizes, *(size - 1 for size in sizes)):
-            if length > longest and length != WARM_UP_TOKENS:
+        for length in (min(behind, longest), *sizes, *(size - 1 for size in sizes)):
+            if length > longest:
                 continue
             params = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=0)
-            self.add(Request("warm-up", [0] * min(length, longest), params))
+            self.add(Request("warm-up", [0] * length, params))
             while self.has_work():
                 self.step()
             self.scheduler.cache.clear()
@@ -285,9 +286,14 @@ class Engine:
     def step(self) -> list[Output]:
         """Launch the next step, and return what has come meanwhile; waits only where `depth` are in flight.
 
-        A step that cannot be planned without the outcome of those in flight is launched after they land.
+        A step that cannot be planned without the outcome of those in flight is launched after they land. So
+        is one whose launch takes the host long: tokens that come meanwhile would be delivered late.
         """
         outputs, self._pending = self._pending, []
+        if self._delivers_first():
+            while self._flying:
+                outputs += self._land()
+            return outputs
         while not self._launch() and self._flying:
             outputs += self._land()
         while len(self._flying) >= self.depth:
@@ -310,6 +316,13 @@ class Engine:
             self._flying.append(self.worker.launch(batch.entries, self._spec))
         self._launch_times.append(started)
         return True
+
+    def _delivers_first(self) -> bool:
+        """Whether tokens are in flight, and the step to launch next would hold up their delivery."""
+        if not any(isinstance(flying, Launched) for flying in self._flying):
+            return False
+        entries = self.scheduler.upcoming_prefill()
+        return bool(entries) and self.worker.launches_slowly(entries)
 
     def _awaits_tokens(self) -> bool:
         """Whether tokens in flight decide what may follow them: a grammar's masks come from the host."""
@@ -454,6 +467,8 @@ class Engine:
         """End a request without a next token: no finite logit, or none that its grammar allows."""
         reason = self.worker.why_nothing_follows(entry)
         stream = self._streams.pop(entry.request.request_id)
+        if stream.detokenizer:
+            text += stream.detokenizer.flush()
         if reason is None:
             self.scheduler.discard(entry)
         else:

@@ -8,7 +8,7 @@ before any attends, so a chain reads those before it from the pages, as its pref
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -147,15 +147,20 @@ def _prompt_logprobs(models: Models, normed: Tensor, plan: PrefillWork) -> Tenso
     return torch.cat(parts)
 
 
+def fit_chains(spans: Iterable[tuple[int, int]]) -> bool:
+    """Whether chunks (start, length) are little enough work for chains."""
+    counts = [(start, -(-length // CHAIN)) for start, length in spans]
+    work = sum(count * CHAIN * start for start, count in counts)
+    return sum(count for _, count in counts) <= MAX_CHAINS and work <= MAX_CHAIN_WORK
+
+
 def chains_of(chunks: Sequence[Chunk]) -> list[list[int]] | None:
     """The chunks as chains of HEADER + 2 CHAIN numbers, those that end a prompt first.
 
     Behind the header: the tokens, and for each the one after it, 0 where that is chosen in the step. None if
     the chunks are too much work for chains.
     """
-    counts = [-(-chunk.length // CHAIN) for chunk in chunks]
-    work = sum(count * CHAIN * chunk.start for count, chunk in zip(counts, chunks, strict=True))
-    if sum(counts) > MAX_CHAINS or work > MAX_CHAIN_WORK:
+    if not fit_chains((chunk.start, chunk.length) for chunk in chunks):
         return None
     ending: list[list[int]] = []
     others: list[list[int]] = []

@@ -215,6 +215,11 @@ class Scheduler:
         self._prefilled_last = True
         return PrefillBatch(tuple(chunks))
 
+    def upcoming_prefill(self) -> list[Running]:
+        """Requests that the next step would prefill, as far as they run by now; none if it would decode."""
+        entries = [entry for entry in self.running if not entry.is_prefilled]
+        return [] if self._prefilled_last and len(entries) < len(self.running) else entries
+
     def _enqueue(self, job: Waiting) -> None:
         insort(self._queue, job, key=lambda each: each.order)
 

@@ -23,7 +23,7 @@ from nextn.engine.graphs import CATCH_UP, HostCopy, NodeMasks, Shape, StepGraphs
 from nextn.engine.launched import PIPELINE_DEPTH, Launched, LaunchedPrefill
 from nextn.engine.memory import plan_memory
 from nextn.engine.phases import PhaseClock
-from nextn.engine.prefill import CHAIN, PrefillWork, chains_of, prefill_step
+from nextn.engine.prefill import CHAIN, PrefillWork, chains_of, fit_chains, prefill_step
 from nextn.engine.request import SamplingParams
 from nextn.engine.scheduler import Chunk, Running
 from nextn.engine.state import RING, RowState, StepBatch
@@ -231,6 +231,10 @@ class Worker:
         if any(each.logprobs is not None or each.grammar is not None for each in params):
             return None
         return chains_of(chunks)
+
+    def launches_slowly(self, entries: Sequence[Running]) -> bool:
+        """Whether launching a prefill step of these requests holds up the host, which decode steps do not."""
+        return self.graphs is not None and not fit_chains((entry.length, entry.missing) for entry in entries)
 
     def settled_tokens(self, entry: Running) -> int:
         """How many leading tokens of a row have their entries in target and NextN cache, counted carefully.

@@ -38,7 +38,7 @@ START_KEYS = 256  # keys that a program could do in the time that it takes to st
 class PrefillConfig(NamedTuple):
     """Queries and keys of a tile, warps, pipeline stages, whether whole key tiles come by TMA, keys a piece.
 
-    piece: the fewest keys for which a tile is cut; a multiple of block_n.
+    piece: the fewest keys of a piece, so a tile of twice as many is the first that is cut.
     """
 
     block_m: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ from nextn.engine.grammar import Grammar
 from nextn.engine.graphs import Shape, buckets, run_step
 from nextn.engine.launched import Launched, LaunchedPrefill
 from nextn.engine.request import Output, Request, SamplingParams
-from nextn.engine.scheduler import Running
+from nextn.engine.scheduler import Chunk, Running
 from nextn.engine.state import StepBatch
 from nextn.engine.stats import StepReport
 from tests.compare import assert_close
@@ -372,3 +373,37 @@ def test_a_prompt_is_looked_up_once_whatever_happens_to_its_request_later() -> N
     assert engine.scheduler.num_preemptions > 0
     assert engine.counters.queried_tokens == 60
     assert engine.counters.prompt_tokens > 60
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_tokens_are_delivered_before_a_launch_that_holds_up_the_host(seed: int) -> None:
+    """No prefill step that is slow to launch finds a decode step in flight; texts are those alone."""
+    engine = _ahead(tiny_engine(max_running_requests=4, chunked_prefill_size=16, page_size=4))
+    prefill, slow = engine.worker.prefill, list[bool]()
+
+    def launches_slowly(entries: Sequence[Running]) -> bool:
+        return sum(entry.missing for entry in entries) > 12
+
+    def checked(chunks: Sequence[Chunk]) -> LaunchedPrefill:
+        # A request that was admitted just now was not foreseen.
+        if known and launches_slowly(known):
+            slow.append(True)
+            assert not any(isinstance(flying, Launched) for flying in engine._flying)
+        return prefill(chunks)
+
+    engine.worker.launches_slowly = launches_slowly  # type: ignore[method-assign]
+    engine.worker.prefill = checked  # type: ignore[method-assign]
+    requests = _requests(seed, 8, 0.7)
+    requests.insert(3, request("long", prompt_of(90, seed), max_tokens=3, temperature=0.7, seed=seed))
+    tokens: dict[str, list[int]] = {each.request_id: [] for each in requests}
+    left = list(requests)
+    while left or engine.has_work():
+        if left:
+            engine.add(left.pop(0))
+        known = engine.scheduler.upcoming_prefill()
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+        engine.check_integrity()
+    assert slow
+    for each in requests:
+        assert tokens[each.request_id] == _alone(each)
