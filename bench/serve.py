@@ -36,9 +36,9 @@ from nextn.engine.engine import Engine
 from nextn.engine.flags import add_engine_flags, engine_config
 from nextn.engine.graphs import buckets
 from nextn.engine.launched import Launched
-from nextn.engine.llm import resolve_model
+from nextn.engine.llm import load_engine, resolve_model
 from nextn.engine.scheduler import Running
-from nextn.engine.worker import SimulatedLength, leave_a_core_free
+from nextn.engine.worker import SimulatedLength
 from nextn.errors import ConfigError, NextnError
 
 logger = logging.getLogger(__name__)
@@ -258,9 +258,8 @@ def _engine(args: argparse.Namespace, points: Sequence[Point]) -> Engine:
         raise ConfigError("--spec-compare needs speculation; drop --spec off")
     asked = args.streams + 1 if args.scenario == "long-prompt" else 1
     rows = max(config.max_running_requests, asked, *(point.concurrency or 1 for point in points), 1)
-    leave_a_core_free()
     started = time.perf_counter()
-    engine = Engine.from_config(resolve_model(args.model), replace(config, max_running_requests=rows))
+    engine = load_engine(args.model, replace(config, max_running_requests=rows))
     if args.simulate_accept_length:
         simulate(engine, args.simulate_accept_length, args.seed)
     warm_up(engine, rows, args.seed)

@@ -38,9 +38,8 @@ from nextn.engine.bench import environment, read_texts
 from nextn.engine.engine import Engine
 from nextn.engine.flags import add_engine_flags, engine_config
 from nextn.engine.graphs import buckets
-from nextn.engine.llm import resolve_model
+from nextn.engine.llm import load_engine
 from nextn.engine.request import Output, Request
-from nextn.engine.worker import leave_a_core_free
 from nextn.errors import ConfigError, NextnError, RequestError
 
 logger = logging.getLogger(__name__)
@@ -468,8 +467,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         config = _config(args)
-        leave_a_core_free()
-        engine = Engine.from_config(resolve_model(args.model), config)
+        engine = load_engine(args.model, config)
         if args.longest > engine.max_model_len:
             raise ConfigError(f"--longest {args.longest} is above --max-model-len, {engine.max_model_len}")
     except NextnError as error:

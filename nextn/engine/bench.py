@@ -33,11 +33,11 @@ from nextn.config import EngineConfig, SpecConfig
 from nextn.engine.engine import Engine
 from nextn.engine.flags import add_engine_flags, engine_config
 from nextn.engine.launched import Launched
-from nextn.engine.llm import resolve_model
+from nextn.engine.llm import load_engine
 from nextn.engine.request import Request, SamplingParams
 from nextn.engine.scheduler import DecodeBatch, PrefillBatch, Running
 from nextn.engine.stats import Acceptance
-from nextn.engine.worker import SimulatedLength, leave_a_core_free
+from nextn.engine.worker import SimulatedLength
 from nextn.errors import ConfigError, NextnError
 from nextn.models.moe import Gate
 
@@ -443,8 +443,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_model_len=config.max_model_len or room,
             prefix_cache=False,  # every case computes its prompts
         )
-        leave_a_core_free()
-        engine = Engine.from_config(resolve_model(args.model), config)
+        engine = load_engine(args.model, config)
         cases = []
         for size in args.batch_size:
             logger.info("batch of %d: %d tokens in, %d out", size, args.input_len, args.output_len)

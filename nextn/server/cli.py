@@ -173,12 +173,9 @@ def _api_key(args: argparse.Namespace) -> str | None:
 
 def _load(model: str, config: EngineConfig) -> Engine:
     """Build the engine; the imports stand here so that help and wrong flags need not wait for torch."""
-    from nextn.engine.engine import Engine
-    from nextn.engine.llm import resolve_model
-    from nextn.engine.worker import leave_a_core_free
+    from nextn.engine.llm import load_engine
 
-    leave_a_core_free()
-    return Engine.from_config(resolve_model(model), config)
+    return load_engine(model, config)
 
 
 def about(engine: Engine) -> dict[str, str]:
