@@ -80,6 +80,13 @@ class RopeConfig:
         )
 
 
+MAX_SIZE = 2**31 - 1
+"""The most that any size in config.json may be: more is no model, and overflows what computes with it."""
+
+MAX_BLOCK = 2**20
+"""The longest side of a block of weights that share one FP8 scale."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The fields of a DeepSeek-V2/V3-family config.json that nextn computes with, by their own names.
@@ -124,8 +131,20 @@ class ModelConfig:
             "n_group", "max_position_embeddings", "rms_norm_eps",
         )  # fmt: skip
         for name in sizes:
-            if not getattr(self, name) > 0:
-                raise CheckpointError(f"config.json: {name} is {getattr(self, name)}; it must be above 0")
+            if not 0 < getattr(self, name) <= MAX_SIZE:
+                raise CheckpointError(
+                    f"config.json: {name} is {getattr(self, name)}; it must be above 0 and at most {MAX_SIZE}"
+                )
+        for name in ("moe_intermediate_size", "n_routed_experts", "n_shared_experts"):
+            if not 0 <= getattr(self, name) <= MAX_SIZE:
+                raise CheckpointError(
+                    f"config.json: {name} is {getattr(self, name)}; it must be 0 to {MAX_SIZE}"
+                )
+        if not all(1 <= side <= MAX_BLOCK for side in self.weight_block_size):
+            raise CheckpointError(
+                f"config.json: weight_block_size is {list(self.weight_block_size)}; each side must be 1 to "
+                f"{MAX_BLOCK}"
+            )
         if self.qk_rope_head_dim % 2:
             raise CheckpointError(f"config.json: qk_rope_head_dim {self.qk_rope_head_dim} must be even")
         if not self.rope.theta > 0 or not self.rope.factor > 0:
@@ -205,7 +224,7 @@ class ModelConfig:
             raise CheckpointError(
                 f"{file} does not exist; give a checkpoint directory (for MODEL also 'demo')"
             ) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # no JSON, no UTF-8, or a number without end
             raise CheckpointError(f"{file} cannot be read: {error}") from None
         if not isinstance(config, dict):
             raise CheckpointError(f"{file} must hold a JSON object")
@@ -222,7 +241,7 @@ class ModelConfig:
             raise CheckpointError(
                 f"config.json lacks {error.args[0]!r}, which every DeepSeek-V2/V3-family model has"
             ) from None
-        except (AttributeError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise CheckpointError(f"config.json has a value of the wrong kind: {error}") from None
 
     @staticmethod
