@@ -21,7 +21,14 @@ from nextn.errors import RequestError
 from nextn.server.bridge import Bridge, Busy, Damaged, Unavailable
 from nextn.server.fields import Strict
 from nextn.server.metrics import CONTENT_TYPE
-from nextn.server.middleware import CutOff, KeyRequired, RequestIds, unavailable
+from nextn.server.middleware import (
+    CLIENT_GONE,
+    OPEN_PATHS,
+    CutOff,
+    KeyRequired,
+    RequestIds,
+    unavailable,
+)
 from nextn.server.openapi import describe
 from nextn.server.prepare import Prepared, Preparer
 from nextn.server.protocol import (
@@ -43,6 +50,9 @@ _COUNTED = ("pages", "pages_used", "pages_cached", "pages_free", "running", "wai
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 """Default limit of a request's body; a larger one is refused with 413 before it is parsed."""
+
+MAX_TOKENIZING = 32
+"""Most requests to /tokenize and /detokenize at once: each holds a body, and then a thread."""
 
 BODY_SECONDS = 60.0
 """Default limit of the time that a client may take to send its body; later it is refused with 408."""
@@ -112,6 +122,8 @@ def _add_routes(app: FastAPI, endpoints: _Endpoints) -> None:
         ("/v1/models/{name:path}", endpoints.model),
     ):
         app.add_api_route(path, get, methods=["GET"], response_model=None)
+        if path in OPEN_PATHS:  # load balancers ask so; the document would name the operation twice
+            app.add_api_route(path, get, methods=["HEAD"], response_model=None, include_in_schema=False)
     posts: tuple[tuple[str, Callable[..., Any], type[Strict]], ...] = (
         ("/v1/completions", endpoints.completions, CompletionBody),
         ("/v1/chat/completions", endpoints.chat, ChatBody),
@@ -134,6 +146,7 @@ class _Endpoints:
         self.max_body_bytes = max_body_bytes
         self.body_seconds = body_seconds
         self.created = int(time.time())
+        self.tokenizing = 0
 
     @cached_property
     def preparer(self) -> Preparer:
@@ -186,13 +199,21 @@ class _Endpoints:
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or a chat."""
-        tokenize = self.preparer.tokenize
-        return JSONResponse(await asyncio.to_thread(tokenize, await self._read(request)))
+        return await self._tokenizing(request, self.preparer.tokenize)
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids."""
-        detokenize = self.preparer.detokenize
-        return JSONResponse(await asyncio.to_thread(detokenize, await self._read(request)))
+        return await self._tokenizing(request, self.preparer.detokenize)
+
+    async def _tokenizing(self, request: Request, work: Callable[[bytes], dict[str, object]]) -> Response:
+        """What `work` makes of the body; it needs a thread, and others do too, so few may come at once."""
+        if self.tokenizing >= MAX_TOKENIZING:
+            raise Busy(f"at most {MAX_TOKENIZING} texts are tokenized at once; try again", 1)
+        self.tokenizing += 1
+        try:
+            return JSONResponse(await asyncio.to_thread(work, await self._read(request)))
+        finally:
+            self.tokenizing -= 1
 
     async def _read(self, request: Request) -> bytes:
         """The body, within its limits; only as JSON, which a foreign web page may not send unasked."""
@@ -238,14 +259,15 @@ class _Endpoints:
         return bytes(content)
 
     async def _complete(self, request: Request, prepare: Callable[[bytes], Prepared]) -> Response:
-        self.bridge.check_room(1)  # a full server does not read, parse and tokenise what it will turn away
-        content = await self._read(request)
-        prepared = await self._unless_stopping(self._prepare(prepare, content))
-        assert prepared is not None  # it may take its time
-        try:
-            ticket = await self.bridge.submit(prepared.requests)
-        except RequestError as error:
-            raise prepared.body.error(error) from None
+        with self.bridge.reserve() as keep:  # a full server does not read what it will turn away
+            content = await self._read(request)
+            prepared = await self._unless_stopping(self._prepare(prepare, content, keep))
+            assert prepared is not None  # it may take its time
+            keep(0)
+            try:
+                ticket = await self.bridge.submit(prepared.requests)
+            except RequestError as error:
+                raise prepared.body.error(error) from None
         body = prepared.body
         if not body.stream:
             return WholeAnswer(ticket, prepared.reply)
@@ -256,9 +278,12 @@ class _Endpoints:
             continuous_usage=body.continuous_usage,
         )
 
-    async def _prepare(self, prepare: Callable[[bytes], Prepared], content: bytes) -> Prepared:
+    async def _prepare(
+        self, prepare: Callable[[bytes], Prepared], content: bytes, keep: Callable[[int], None]
+    ) -> Prepared:
         """The requests of a body; their grammar is waited for without a thread, which others may need."""
         prepared = await asyncio.to_thread(prepare, content)
+        keep(len(prepared.requests))
         if (compiling := prepared.compiling) is not None:
             compiled = asyncio.wrap_future(compiling.future)
             while seconds := compiling.patience():
@@ -303,7 +328,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_client_gone(_: Request, __: Exception) -> Response:
     """The client left while it sent its body; nobody reads this answer."""
-    return Response(status_code=400)
+    return Response(status_code=CLIENT_GONE)
 
 
 async def _on_defect(_: Request, __: Exception) -> Response:

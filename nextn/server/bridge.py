@@ -12,7 +12,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -137,6 +138,8 @@ class _Open:
     ticket: Ticket
     latency: Latency
     last: Output | None = None
+    is_overrun: bool = False
+    """Whether too much of it is unread for it to go on."""
 
 
 class Bridge:
@@ -178,6 +181,8 @@ class Bridge:
         self._stats: Mapping[str, float] = {}
         """The engine's statistics after its last step, for any thread; replaced, never changed."""
         self._open: dict[str, _Open] = {}
+        self._reserved = 0
+        """Places kept for requests that are being read; they count like open ones."""
         self._ends = EndRate()
         # What the engine thread has been asked for and has not answered.
         self._asked: set[asyncio.Future[Any]] = set()
@@ -201,7 +206,14 @@ class Bridge:
             "nextn_requests_open", "Requests without their end, queued ones too.", lambda: self.num_open
         )
         metrics.watch(
-            "nextn_requests_open_limit", "At so many open requests more get 429.", lambda: self.max_open
+            "nextn_requests_reading",
+            "Places kept for requests being read or tokenized.",
+            lambda: self._reserved,
+        )
+        metrics.watch(
+            "nextn_requests_open_limit",
+            "At so many, open and being read, more get 429.",
+            lambda: self.max_open,
         )
 
     # The loop's side.
@@ -256,10 +268,34 @@ class Bridge:
         """Raise Unavailable or Busy unless so many requests would be taken now."""
         if self.state != "ok":
             raise Unavailable(_REFUSALS[self.state])
-        missing = len(self._open) + count - self.max_open
+        taken = len(self._open) + self._reserved
+        missing = taken + count - self.max_open
         if missing > 0:
-            message = f"{len(self._open)} requests are open and at most {self.max_open} are taken; try again"
+            message = f"{taken} requests are open and at most {self.max_open} are taken; try again"
             raise Busy(message, self._ends.seconds_until(missing, time.monotonic()))
+
+    @contextmanager
+    def reserve(self) -> Iterator[Callable[[int], None]]:
+        """Keep a place for a request that is still to be read; what is left of it is given back at the end.
+
+        Gives a function for the number of places to keep: the real one once it is known, and 0 right before
+        `submit`, which takes its own. It raises Unavailable or Busy, and then keeps none, as entering may.
+        """
+        held = 0
+
+        def keep(count: int) -> None:
+            nonlocal held
+            self._reserved -= held
+            held = 0
+            self.check_room(count)
+            self._reserved += count
+            held = count
+
+        keep(1)
+        try:
+            yield keep
+        finally:
+            self._reserved -= held
 
     async def submit(self, requests: Sequence[Request]) -> Ticket:
         """Give requests to the engine, all or none; raises Unavailable, Busy or the engine's RequestError."""
@@ -353,20 +389,41 @@ class Bridge:
             self._wake.notify()
 
     def _dispatch(self, outputs: Sequence[Output]) -> None:
-        now = time.monotonic()
-        cause: ErrorCause = "shutdown" if self.is_stopping else "engine"
-        overrun: dict[Ticket, str] = {}
+        """Hand outputs to whoever waits for them; an error in that is the bridge's failure.
+
+        Otherwise what had not been handed out would be lost, ends among it.
+        """
+        try:
+            self._count(self._hand_out(outputs))
+        except Exception as error:
+            logger.critical("outputs could not be handed out", exc_info=error)
+            self._failed(error)
+
+    def _hand_out(self, outputs: Sequence[Output]) -> list[tuple[Output, _Open]]:
+        """Put outputs where they are read; first of all, so that no error in the rest takes an end away."""
+        handed = []
         for output in outputs:
             opened = self._open.get(output.request_id)
             if opened is None:  # aborted on this side before the engine knew
                 continue
+            opened.last = output
+            opened.is_overrun = not opened.ticket.put(output)
             if output.finish_reason is not None:
                 del self._open[output.request_id]
+            handed.append((output, opened))
+        return handed
+
+    def _count(self, handed: Sequence[tuple[Output, _Open]]) -> None:
+        """Count what was handed out, and give up answers of which too much is unread."""
+        now = time.monotonic()
+        cause: ErrorCause = "shutdown" if self.is_stopping else "engine"
+        overrun: dict[Ticket, str] = {}
+        for output, opened in handed:
+            if output.finish_reason is not None:
                 self._ends.record(now)
-            opened.last = output
-            self.metrics.record(output, opened.latency, now, cause)
-            if not opened.ticket.put(output):
+            if opened.is_overrun:
                 overrun[opened.ticket] = output.request_id
+            self.metrics.record(output, opened.latency, now, cause)
         for ticket, request_id in overrun.items():
             logger.warning("request %s: its client does not read the answer; it is given up", request_id)
             self.metrics.slow_reader()
@@ -379,10 +436,10 @@ class Bridge:
 
     def _fail_open(self, error: NextnError) -> None:
         """Give every open request its final output, and everything asked for its refusal."""
-        self._end(list(self._open), "error", str(error))
         for asked in self._asked:
             if not asked.done():
                 asked.set_exception(error)
+        self._end(list(self._open), "error", str(error))
 
     def _ready(self) -> None:
         if self.on_ready is not None and self.state == "ok":
@@ -478,6 +535,7 @@ class Bridge:
             self.turn = next(self._turns)
             if self._is_report_due():  # without the lock and in a turn, as whoever reads the log may block it
                 self._report_traffic()
+            checked: list[asyncio.Future[Mapping[str, float]]] = []
             for command in commands:
                 match command:
                     case _Stop():
@@ -486,8 +544,10 @@ class Bridge:
                         self._abort(request_ids)
                     case _Add(requests, asked, done):
                         self._add(requests, asked, done)
-                    case _Check(checked):
-                        self._check(checked)
+                    case _Check(done):
+                        checked.append(done)
+            if checked:
+                self._check(checked)
             if self.engine.has_work():
                 return True
 
@@ -506,14 +566,15 @@ class Bridge:
             return
         self._post(_set_result, done, None)
 
-    def _check(self, done: asyncio.Future[Mapping[str, float]]) -> None:
+    def _check(self, asked: Sequence[asyncio.Future[Mapping[str, float]]]) -> None:
+        """One check for all that have asked since the last one: it takes its time, and steps wait for it."""
         try:
             self.engine.check_integrity()
         except Exception as error:  # whatever a damaged state makes the check raise, it is what was asked for
             logger.critical("the engine's integrity check failed", exc_info=error)
-            self._post(_set_exception, done, Damaged(f"{type(error).__name__}: {error}"))
+            self._post(_set_exceptions, asked, f"{type(error).__name__}: {error}")
             return
-        self._post(_set_result, done, self.engine.stats())
+        self._post(_set_results, asked, self.engine.stats())
 
     def _abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -534,9 +595,19 @@ def _set_result(future: asyncio.Future[_T], result: _T) -> None:
         future.set_result(result)
 
 
+def _set_results(futures: Iterable[asyncio.Future[_T]], result: _T) -> None:
+    for future in futures:
+        _set_result(future, result)
+
+
 def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
+
+
+def _set_exceptions(futures: Iterable[asyncio.Future[Any]], damage: str) -> None:
+    for future in futures:
+        _set_exception(future, Damaged(damage))
 
 
 def _final(request_id: str, opened: _Open, reason: FinishReason, error: str | None) -> Output:

@@ -1,4 +1,7 @@
-"""`nextn-serve`: read the flags, listen, load the model, serve until a signal or until the engine fails."""
+"""`nextn-serve`: read the flags, listen, load the model, serve until a signal or until the engine fails.
+
+What takes long to import is imported in functions, when signals are taken care of already.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,23 @@ import argparse
 import logging
 import os
 import re
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 from nextn.config import EngineConfig
 from nextn.engine.flags import add_engine_flags, engine_config
 from nextn.errors import ConfigError, NextnError
-from nextn.server.process import SHUTDOWN_SECONDS, STEP_SECONDS, bound, serve
 
 if TYPE_CHECKING:
     from nextn.engine.engine import Engine
 
+_SHUTDOWN_SECONDS = 30.0
+_STEP_SECONDS = 300.0
 _MAX_SECONDS = 86_400
 
 _LEVELS = ("debug", "info", "warning", "error")
@@ -81,22 +88,46 @@ def _add_time_flags(group: argparse._ArgumentGroup) -> None:
         "--shutdown-timeout",
         type=float,
         metavar="SECONDS",
-        default=SHUTDOWN_SECONDS,
+        default=_SHUTDOWN_SECONDS,
         help="how long open requests may go on after SIGTERM or SIGINT, while new ones are refused; a second "
-        f"signal ends them at once (default: {SHUTDOWN_SECONDS:g})",
+        f"signal ends them at once (default: {_SHUTDOWN_SECONDS:g})",
     )
     group.add_argument(
         "--step-timeout",
         type=float,
         metavar="SECONDS",
-        default=STEP_SECONDS,
+        default=_STEP_SECONDS,
         help="how long one step of the engine may take before the server logs what hangs, gives every open "
-        f"request an error and ends; 0 is for ever (default: {STEP_SECONDS:g})",
+        f"request an error and ends; 0 is for ever (default: {_STEP_SECONDS:g})",
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Console script; 2 on a wrong flag, an address in use or an unusable model, 1 when the engine fails."""
+    with _signals_end():
+        return _run(argv)
+
+
+@contextmanager
+def _signals_end() -> Iterator[None]:
+    """Until the server takes signals they end the process; else a container's first would ignore them."""
+    before = {number: signal.signal(number, _end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, _: FrameType | None) -> NoReturn:
+    """It may interrupt anything, so it takes no lock and does not wait for the interpreter's end."""
+    name = signal.Signals(number).name
+    with suppress(OSError):
+        os.write(2, f"nextn-serve: {name} came before the server was there; the process ends\n".encode())
+    os._exit(0)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     logging.basicConfig(
@@ -110,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = _served_names(args)
         _check_server_flags(args)
         key = _api_key(args)
+        from nextn.server.process import bound, serve
+
         with bound(args.host, args.port) as sockets:  # before the load, which may take minutes
             serve(
                 lambda: _load(args.model, config),
@@ -127,8 +160,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NextnError as error:
         print(f"nextn-serve: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # before there was anything to end
-        return 130
 
 
 def _check_server_flags(args: argparse.Namespace) -> None:

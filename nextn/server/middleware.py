@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health", "/health/live"})
 """What needs no key: probes, which say nothing but whether the server is there."""
 
+CLIENT_GONE = 499
+"""Status, as nginx has it, under which a client counts that left before its answer began; nobody gets it."""
+
 _ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -56,6 +59,9 @@ class RequestIds:
         level = logging.DEBUG
         try:
             await self.app(scope, receive, marked)
+            if not status:
+                status = CLIENT_GONE
+                self._answered(scope, status)
         except Exception:  # a defect, which Starlette answers outside of this
             level = logging.WARNING
             if not status:
@@ -79,7 +85,8 @@ class RequestIds:
         path = getattr(scope.get("route"), "path", None) or scope["path"]
         path = path if path in self.paths else "other"
         self.metrics.answered(path, status)
-        if (400 <= status < 500 or status == 503) and path not in OPEN_PATHS:
+        refused = (400 <= status < 500 and status != CLIENT_GONE) or status == 503
+        if refused and path not in OPEN_PATHS:
             self.refusals.record(path, status)
 
 

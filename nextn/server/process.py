@@ -32,12 +32,6 @@ logger = logging.getLogger(__name__)
 
 _EngineT = TypeVar("_EngineT", bound=EngineLike)
 
-SHUTDOWN_SECONDS = 30.0
-"""Default of --shutdown-timeout."""
-
-STEP_SECONDS = 300.0
-"""Default of --step-timeout."""
-
 STALLED_SECONDS = 60
 """A connection on whose other side nobody takes a byte for so long, or is there at all, is closed."""
 
@@ -58,9 +52,7 @@ class Server(uvicorn.Server):
     ready: printed, with {url} filled in, as soon as requests are taken.
     """
 
-    def __init__(
-        self, config: uvicorn.Config, bridge: Bridge, ready: str, shutdown_timeout: float = SHUTDOWN_SECONDS
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, bridge: Bridge, ready: str, shutdown_timeout: float) -> None:
         super().__init__(config)
         self.ready = ready
         self.end_by: float | None = None
@@ -217,10 +209,10 @@ def serve(
     api_key: str | None,
     log_level: str,
     ready: Callable[[_EngineT], str],
+    shutdown_timeout: float,
+    step_timeout: float,
     about: Callable[[_EngineT], Mapping[str, str]] = lambda _: {},
     cors_origins: Sequence[str] = (),
-    shutdown_timeout: float = SHUTDOWN_SECONDS,
-    step_timeout: float = STEP_SECONDS,
 ) -> NoReturn:
     """Serve what `load` builds until a signal (status 0) or until the engine fails (1), and end the process.
 
@@ -260,10 +252,10 @@ def _bridge(load: Callable[[], EngineLike], config: EngineConfig) -> Bridge:
 def _uvicorn_config(app: FastAPI, log_level: str) -> uvicorn.Config:
     """Without a limit on connections but the process's limit of open files: at it, new ones wait.
 
-    Open requests are bounded by the bridge; uvicorn's limit_concurrency is no help, as above it /health would
-    be refused as well. A connection on which no request has come stays open, and one that sends its body
-    holds what has come of it (at most `MAX_BODY_BYTES`, for `BODY_SECONDS`); where strangers can connect, a
-    proxy in front must bound both.
+    Requests are bounded by the bridge and the application from when their bodies are read; uvicorn's
+    limit_concurrency is no help, as above it /health would be refused as well. A connection on which no
+    request has come stays open, and one that sends its body slowly keeps a place for `BODY_SECONDS`; where
+    strangers can connect, a proxy in front must bound both.
     """
     return uvicorn.Config(
         app,

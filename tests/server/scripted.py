@@ -6,11 +6,13 @@ Its only argument is a JSON object of options; it prints the port that it listen
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import logging
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from nextn.config import EngineConfig
 from nextn.engine.request import Output, SamplingParams
 from nextn.errors import ConfigError
 from nextn.server import process, watchdog
+from nextn.server.metrics import Metrics
 from tests.server.fake import FakeEngine
 
 
@@ -67,12 +70,26 @@ def load(options: dict[str, Any]) -> Scripted:
     return engine
 
 
+def _failing(record: Callable[..., None], at: int) -> Callable[..., None]:
+    """Raises once, at that call."""
+    calls = itertools.count(1)
+
+    def fails(*arguments: Any) -> None:
+        if next(calls) == at:
+            raise ZeroDivisionError("a defect in counting")
+        record(*arguments)
+
+    return fails
+
+
 def main() -> None:
     """Serve as nextn-serve does."""
     options = json.loads(sys.argv[1])
     logging.basicConfig(level="INFO")
     process.END_SECONDS = watchdog.END_SECONDS = options.get("end", 30.0)
     process._WRITING_SECONDS = options.get("writing", 5.0)
+    if "record_fails_at" in options:
+        Metrics.record = _failing(Metrics.record, options["record_fails_at"])  # type: ignore[method-assign]
     signal.signal(signal.SIGUSR1, lambda *_: hang_here())  # the main thread, and so the event loop
     with process.bound("127.0.0.1", 0) as sockets:
         print(sockets[0].getsockname()[1], flush=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import random
 import threading
 from collections.abc import Callable, Coroutine, Mapping
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from nextn.engine.request import Output, Request, SamplingParams
 from nextn.errors import ConfigError, RequestError
-from nextn.server.bridge import Bridge, Busy, Ticket, Unavailable
+from nextn.server.bridge import Bridge, Busy, Damaged, Ticket, Unavailable
 from tests.server.conftest import ANSWER
 from tests.server.fake import FakeEngine
 
@@ -150,6 +152,124 @@ def test_a_request_on_its_way_to_a_failing_engine_is_told(engine: FakeEngine) ->
 
     bridge = _with_bridge(engine, test)
     assert isinstance(bridge.failure, RuntimeError)
+
+
+@pytest.mark.parametrize("damage", ["", "page 3 is free and held"])
+def test_one_check_answers_all_that_wait_for_it(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    """Steps wait for it: a thousand checks in one turn would hold up every answer."""
+    stepping, release = threading.Event(), threading.Event()
+    step, check, checks = engine.step, engine.check_integrity, list[None]()
+
+    def slow() -> list[Output]:
+        stepping.set()
+        release.wait(10)
+        return step()
+
+    engine.step, engine.damage = slow, damage  # type: ignore[method-assign]
+    engine.check_integrity = lambda: checks.append(None) or check()  # type: ignore[method-assign,func-returns-value]
+
+    async def test(bridge: Bridge) -> None:
+        ticket = await bridge.submit([_request("a")])
+        await asyncio.to_thread(stepping.wait, 10)
+        asked = [asyncio.create_task(bridge.check_integrity()) for _ in range(500)]
+        await asyncio.sleep(0)
+        asked[7].cancel()  # a client that leaves takes no other's answer away
+        release.set()
+        await _read(ticket)
+        answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)
+        del answers[7]
+        assert len(checks) == 1
+        assert {isinstance(answer, Damaged) for answer in answers} == {bool(damage)}
+        await asyncio.gather(bridge.check_integrity(), return_exceptions=True)
+        assert len(checks) == 2
+
+    with caplog.at_level(logging.CRITICAL):
+        _with_bridge(engine, test)
+    assert len(caplog.records) == (2 if damage else 0)
+
+
+@pytest.mark.parametrize("times", [1, 10**9])
+@pytest.mark.parametrize("at", ["first output", "end"])
+def test_an_error_while_outputs_are_handed_out_is_the_bridge_s_failure(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture, at: str, times: int
+) -> None:
+    """Each request still gets exactly one end: the engine's if it was there, else the error."""
+    engine.script = lambda request: [40] * (200 if request.request_id == "short" else 10_000)
+    engine.step_seconds, engine.max_model_len = 0.005, 10**5
+    told: list[bool] = []
+
+    async def test(bridge: Bridge) -> None:
+        names = ("one", "short", "two")
+        tickets = [await bridge.submit([_request(name, 9000)]) for name in names]
+        record, left = bridge.metrics.record, times
+
+        def fails(output: Output, *others: Any) -> None:
+            nonlocal left
+            if left and (at == "first output" or output.finish_reason is not None):
+                left -= 1
+                raise ZeroDivisionError("a defect")
+            record(output, *others)
+
+        bridge.metrics.record = fails  # type: ignore[method-assign]
+        bridge.on_failure = lambda: told.append(True)
+        reasons = [[output.finish_reason for _, output in await _read(ticket)] for ticket in tickets]
+        ends = [[reason for reason in each if reason is not None] for each in reasons]
+        assert ends == [["error"], ["stop"] if at == "end" else ["error"], ["error"]]
+        assert bridge.num_open == 0
+        assert bridge.state == "engine failed"
+        with pytest.raises(Unavailable, match="engine has failed"):
+            await bridge.submit([_request("later")])
+
+    bridge = _with_bridge(engine, test)
+    assert isinstance(bridge.failure, ZeroDivisionError)
+    assert told == [True]
+    assert "a defect" in caplog.text
+    while bridge.is_running:
+        threading.Event().wait(0.001)
+    assert engine.closed
+
+
+def test_an_error_while_an_answer_is_aborted_is_a_failure_too(engine: FakeEngine) -> None:
+    """Raised to whoever aborts it would leave the request with the engine."""
+    engine.script, engine.max_model_len = lambda _: [40] * 10_000, 10**5
+
+    async def test(bridge: Bridge) -> None:
+        tickets = [await bridge.submit([_request(name, 9000)]) for name in ("a", "b")]
+        bridge.metrics.record = lambda *_: 1 // 0  # type: ignore[method-assign,assignment,return-value]
+        tickets[0].close()
+        assert [(await _read(ticket))[-1][1].finish_reason for ticket in tickets] == ["abort", "error"]
+
+    assert isinstance(_with_bridge(engine, test).failure, ZeroDivisionError)
+
+
+def test_a_place_is_kept_for_what_is_read_until_its_requests_are_known(engine: FakeEngine) -> None:
+    async def test(bridge: Bridge) -> None:
+        with bridge.reserve(), contextlib.suppress(ZeroDivisionError), bridge.reserve() as keep:
+            assert _sample(bridge, "nextn_requests_reading") == 2
+            bridge.check_room(2)
+            with pytest.raises(Busy, match="2 requests are open"):
+                bridge.check_room(3)
+            keep(3)
+            with pytest.raises(Busy), bridge.reserve():
+                pass
+            with pytest.raises(Busy):
+                keep(4)  # and it keeps none any more
+            bridge.check_room(3)
+            keep(2)
+            raise ZeroDivisionError
+        assert _sample(bridge, "nextn_requests_reading") == 0
+        with bridge.reserve() as keep:
+            keep(4)
+            keep(0)
+            ticket = await bridge.submit([_request(str(i)) for i in range(4)])
+            with pytest.raises(Busy):
+                bridge.check_room(1)
+        await _read(ticket)
+        bridge.check_room(4)
+
+    _with_bridge(engine, test)
 
 
 def test_a_report_that_hangs_holds_up_neither_the_loop_nor_the_watchdog(engine: FakeEngine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import socket
 from pathlib import Path
 
@@ -53,6 +54,14 @@ def test_a_wrong_combination_is_one_sentence_and_status_2(
     assert not any("Traceback" in line for line in written)
 
 
+def test_the_command_gives_signals_back_as_it_found_them(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    assert main(["--port", "99999"]) == 2
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert "--port 99999" in capsys.readouterr().err
+
+
 def test_a_port_in_use_is_found_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +92,8 @@ def test_a_port_lost_to_another_that_starts_is_a_sentence_too() -> None:
                 api_key=None,
                 log_level="info",
                 ready=lambda _: "{url}",
+                shutdown_timeout=0.0,
+                step_timeout=0.0,
             )
 
 

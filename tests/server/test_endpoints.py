@@ -113,6 +113,25 @@ def test_alive_and_ready_are_told_apart(engine: FakeEngine) -> None:
             assert (answer.status_code, answer.json()) == (503, {"status": "engine failed"})
 
 
+def test_probes_may_ask_with_head(engine: FakeEngine) -> None:
+    """Load balancers do; the answer has the status and head of GET's and no body, and needs no key."""
+    with running_server(engine, api_key="secret") as running:
+        wait_until(lambda: running.bridge.state == "ok")
+        for status in (200, 503):
+            for path in ("/health", "/health/live"):
+                got, headed = httpx.get(running.url + path), httpx.head(running.url + path)
+                if path == "/health":
+                    assert got.status_code == status
+                assert headed.status_code == got.status_code
+                assert headed.content == b""
+                assert headed.headers["content-length"] == got.headers["content-length"]
+            running.bridge.refuse()
+        counted = running.bridge.metrics.registry.get_sample_value(
+            "nextn_http_responses_total", {"path": "/health", "status": "503"}
+        )
+        assert counted == 2
+
+
 def test_the_integrity_check_runs_on_the_engine_s_thread_and_tells_the_counts(engine: FakeEngine) -> None:
     with running_server(engine) as running:
         answer = httpx.get(running.url + "/debug/integrity")
@@ -261,6 +280,29 @@ def test_a_client_that_leaves_is_counted_as_aborted(engine: FakeEngine) -> None:
         figures = _figures(running)
         assert figures["nextn_requests_total finish_reason=abort"] == 1
         assert figures["nextn_speculative_accepted_tokens_by_position_total position=1"] > 0
+
+
+@pytest.mark.parametrize("body_sent", [b'{"pro', b'{"prompt": "a", "max_tokens": 9999}'])
+def test_a_client_that_leaves_before_its_answer_is_no_refusal(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture, body_sent: bytes
+) -> None:
+    """In the middle of its body or behind it: 499 in the metric and in the request's own log line."""
+    engine.script = lambda _: [40] * 100_000
+    engine.max_model_len, engine.step_seconds = 100_000, 0.01
+    length = 300 if body_sent == b'{"pro' else len(body_sent)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with caplog.at_level(logging.DEBUG, "nextn.server"), running_server(engine) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + body_sent)
+            reading = "nextn_requests_reading 1.0" if length == 300 else "nextn_requests_open 1.0"
+            wait_until(lambda: reading in running.bridge.metrics.text().decode())
+        name = "nextn_http_responses_total path=/v1/completions status="
+        wait_until(lambda: f"{name}499" in _figures(running))
+        assert [key for key in _figures(running) if key.startswith(name)] == [f"{name}499"]
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("nextn.server")]
+    assert any("POST '/v1/completions': 499 after" in line for line in lines)
+    assert not any(line.startswith("refused") for line in lines)
 
 
 def test_a_later_metric_joins_the_registry(shared: Running) -> None:

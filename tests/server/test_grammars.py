@@ -83,6 +83,23 @@ def test_a_grammar_whose_turn_does_not_come_is_told_apart_from_one_that_takes_lo
     assert 'nextn_grammars_refused_total{reason="invalid"} 0.0' in figures
 
 
+def test_all_answers_of_a_request_have_their_places_while_its_grammar_is_compiled(
+    engine: FakeEngine,
+) -> None:
+    """They are known by then; others that come meanwhile could not be taken with them."""
+    with _held() as (grammars, release), running_server(_with(engine, grammars), max_open=4) as running:
+        url = running.url + "/v1/completions"
+        with ThreadPoolExecutor(1) as pool:
+            body = _regex(0) | {"prompt": ["a", "b"], "n": 2}
+            asked = pool.submit(httpx.post, url, json=body, timeout=60)
+            wait_until(lambda: "nextn_requests_reading 4.0" in running.bridge.metrics.text().decode())
+            assert httpx.post(url, json={"prompt": "a"}).status_code == 429
+            release.set()
+            assert asked.result().status_code == 200
+        assert httpx.post(url, json={"prompt": "a"}).status_code == 200
+        assert "nextn_requests_reading 0.0" in running.bridge.metrics.text().decode()
+
+
 def test_time_in_the_queue_is_not_held_against_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has its whole time from when its turn comes."""
     monkeypatch.setattr(grammar_module, "COMPILE_SECONDS", 0.5)

@@ -130,6 +130,113 @@ def test_a_full_server_says_429_and_takes_requests_again(engine: FakeEngine) -> 
             connection.close()
 
 
+def _begin(running: Running, path: str = "/v1/completions") -> socket.socket:
+    """Send a request's head and, when the server reads on, the first bytes of its body."""
+    host, port = running.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=20)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 300\r\n"
+    connection.sendall(head.encode() + b"Expect: 100-continue\r\n\r\n")
+    assert connection.recv(65536).startswith(b"HTTP/1.1 100 ")
+    connection.sendall(b'{"pro')
+    return connection
+
+
+def _reading(running: Running) -> float | None:
+    return running.bridge.metrics.registry.get_sample_value("nextn_requests_reading")
+
+
+def test_a_request_that_is_being_read_has_its_place_and_gives_it_back(engine: FakeEngine) -> None:
+    """Else any number of bodies could come at once and be held in memory."""
+    with running_server(engine, max_open=2) as running:
+        connections = [_begin(running) for _ in range(2)]
+        assert _reading(running) == 2
+        refused = httpx.post(running.url + "/v1/completions", json={"prompt": "a"})
+        assert refused.status_code == 429
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        connections[0].close()
+        wait_until(lambda: _reading(running) == 1)
+        assert httpx.post(running.url + "/v1/completions", json={"prompt": "a"}).status_code == 200
+        connections[1].close()
+        wait_until(lambda: _reading(running) == 0)
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "kind"),
+    [
+        (400, b"{", "application/json"),
+        (400, b'{"prompt": "a", "n": 3}', "application/json"),
+        (413, b'{"prompt": "' + b"a" * 2000, "application/json"),
+        (415, b'{"prompt": "a"}', "text/plain"),
+        (400, b'{"prompt": [501]}', "application/json"),
+        (500, b'{"prompt": "defect"}', "application/json"),
+        (200, b'{"prompt": "a"}', "application/json"),
+        (200, b'{"prompt": "a", "n": 2, "stream": true}', "application/json"),
+        (408, None, "application/json"),
+    ],
+)
+def test_a_place_is_given_back_whatever_comes_of_the_request(
+    engine: FakeEngine, status: int, content: bytes | None, kind: str
+) -> None:
+    validate = engine.validate
+
+    def checked(tokens: list[int], params: Any) -> None:
+        if engine.tokenizer is not None and engine.tokenizer.decode(tokens).endswith("defect"):
+            raise ZeroDivisionError("a defect")
+        validate(tokens, params)
+
+    engine.validate = checked  # type: ignore[method-assign]
+    with running_server(engine, max_open=2, max_body_bytes=1000, body_seconds=0.2) as running:
+        if content is None:
+            with _begin(running) as connection:
+                assert connection.recv(65536).startswith(b"HTTP/1.1 408 ")
+        else:
+            answer = httpx.post(
+                running.url + "/v1/completions", content=content, headers={"content-type": kind}
+            )
+            assert answer.status_code == status
+        wait_until(lambda: (_reading(running), running.bridge.num_open) == (0, 0))
+        both = httpx.post(running.url + "/v1/completions", json={"prompt": "a", "n": 2})
+        assert both.status_code == 200
+
+
+@pytest.mark.parametrize(("path", "work"), [("/tokenize", "encode"), ("/detokenize", "decode")])
+def test_texts_that_are_tokenized_at_once_are_bounded(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, path: str, work: str
+) -> None:
+    """One that is still being read counts; completions do not wait for them."""
+    monkeypatch.setattr("nextn.server.app.MAX_TOKENIZING", 2)
+    entered, release = threading.Event(), threading.Event()
+    engine.script = lambda _: [40]
+    assert engine.tokenizer is not None
+    original = getattr(engine.tokenizer, work)
+
+    def held(*args: Any, **options: Any) -> Any:
+        entered.set()
+        assert release.wait(20)
+        return original(*args, **options)
+
+    monkeypatch.setattr(engine.tokenizer, work, held)
+    body = {"prompt": "a"} if work == "encode" else {"tokens": [40]}
+    with running_server(engine) as running:
+        answers: list[int] = []
+        asking = threading.Thread(
+            target=lambda: answers.append(httpx.post(running.url + path, json=body, timeout=60).status_code)
+        )
+        asking.start()
+        assert entered.wait(20)
+        half = _begin(running, path)
+        refused = httpx.post(running.url + path, json=body)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        tokens = {"prompt": [40], "max_tokens": 1}
+        if work == "encode":  # which these need not
+            assert httpx.post(running.url + "/v1/completions", json=tokens).status_code == 200
+        half.close()
+        release.set()
+        asking.join(20)
+        assert answers == [200]
+        wait_until(lambda: httpx.post(running.url + path, json=body).status_code == 200)
+
+
 @pytest.mark.parametrize("body", [{"prompt": ["a", "b"]}, {"prompt": "a", "n": 2}])
 def test_several_answers_count_as_several_requests(engine: FakeEngine, body: dict[str, Any]) -> None:
     with running_server(_endless(engine), max_open=2) as running:

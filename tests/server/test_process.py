@@ -316,6 +316,42 @@ def test_a_failing_engine_ends_every_request_with_an_error_and_the_process_with_
     assert "the device is on fire" in log
 
 
+def test_an_error_on_the_event_loop_s_side_ends_every_request_and_the_process_with_status_1() -> None:
+    """One that would lose a step's outputs, and so let an answer hang for ever."""
+    with _server(record_fails_at=60) as server:
+        answers = [server.ask(stream=stream) for stream in (True, False, True)]
+        for answer in answers:
+            (error,) = _errors(answer)
+            assert (error["code"], error["type"]) == ("engine_error", "server_error")
+        status, log = server.end()
+    assert status == 1
+    assert log.count("Traceback") == 1
+    assert "a defect in counting" in log
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_command_imports_ends_it_with_a_sentence(number: signal.Signals) -> None:
+    """The first process of a container would ignore it otherwise, and Python show a traceback."""
+    slow = (
+        "import sys, time\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name in ('asyncio', 'fastapi', 'pydantic', 'torch', 'uvicorn'):\n"
+        "            print('importing', file=sys.stderr, flush=True)\n"
+        "            time.sleep(60)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+        "from nextn.server.cli import main\n"
+        "sys.exit(main(['--port', '0']))"
+    )
+    with _started([sys.executable, "-c", slow]) as server:
+        wait_until(lambda: server.log == ["importing\n"])
+        server.send(number)
+        status, log = server.end()
+    assert status == 0
+    sentence = f"nextn-serve: {number.name} came before the server was there; the process ends"
+    assert log.splitlines() == ["importing", sentence]
+
+
 def test_while_it_loads_a_server_is_alive_but_not_ready_and_a_signal_ends_it() -> None:
     with _server(load="hang") as server:
         assert server.get("/health") == (503, '{"status":"loading"}')
