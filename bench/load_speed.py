@@ -29,73 +29,66 @@ import torch
 from torch import Tensor
 
 from nextn.config import EngineConfig, ModelConfig
-from nextn.errors import NextnError
-from nextn.models.checkpoint import Checkpoint, write_index, write_json, write_tensors
+from nextn.models.checkpoint import Checkpoint, read_config
 from nextn.models.deepseek import DeepseekModel
 from nextn.models.loader import default_readers, load_checkpoint, part_bytes, plan_load
 from nextn.models.mtp import NextN
-from nextn.models.random_checkpoint import plan_checkpoint, read_config
-from nextn.models.reader import DTYPES, host_bound
+from nextn.models.output import (
+    SHARD_BYTES,
+    NewTensor,
+    describe_plan,
+    output_directory,
+    parse_size,
+    plan_files,
+    run_command,
+    write_description,
+    write_files,
+)
+from nextn.models.progress import Progress
+from nextn.models.random_checkpoint import CODES, StoredAs, plan_checkpoint
+from nextn.models.reader import host_bound
 from nextn.models.specs import TensorSpec
-from nextn.models.weights import NEXTN_COPIES, Models, build_models, layer_prefix, meta_models
+from nextn.models.weights import Models, build_models, copy_names, is_ignored, meta_models
 
 PATTERN_BYTES = 32 << 20
-CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; exit status 1 with a sentence when the checkpoint cannot be made or loaded."""
     args = _parser().parse_args(argv)
-    try:
-        if not (args.directory / "config.json").exists():
+
+    def work() -> None:
+        if not args.directory.exists() or not any(args.directory.iterdir()):
             make_checkpoint(read_config(args.config or args.directory), args.directory, args.shard_size)
         run(args)
-    except NextnError as error:
-        print(f"load_speed: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+    return run_command("load_speed", work)
 
 
 def make_checkpoint(config: dict[str, Any], out: Path, shard_size: int) -> None:
     """Write an official checkpoint of `config` as fast as the disk takes it: FP8 if the config says so."""
     cfg = ModelConfig.from_dict(config)
-    groups = [tensors for _, tensors in plan_checkpoint(cfg, "fp8" if _is_fp8(config) else "bf16")]
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for group in groups:
-        nbytes = sum(tensor.nbytes for tensor in group.values())
-        if shards[-1] and size + nbytes > shard_size:
-            shards.append({})
-            size = 0
-        shards[-1] |= group
-        size += nbytes
-    out.mkdir(parents=True, exist_ok=True)
-    files: dict[str, str] = {}
-    for number, tensors in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(out / name, tensors)
-        files |= dict.fromkeys(tensors, name)
-    write_index(out, files, sum(tensor.nbytes for group in groups for tensor in group.values()))
-    write_json(out / "config.json", config)
-    os.sync()  # only pages that are on the disk can be dropped from the cache
-
-
-def _is_fp8(config: dict[str, Any]) -> bool:
-    return bool(config.get("quantization_config"))
-
-
-def _write_shard(file: Path, tensors: dict[str, Tensor]) -> None:
-    """Weights repeat a pattern without NaN in any dtype; scales are all 1e-3."""
+    stored_as: StoredAs = "fp8" if config.get("quantization_config") else "bf16"
     codes = torch.randint(0, 0x7F, (PATTERN_BYTES,), dtype=torch.uint8).numpy().data
     scales = torch.full((PATTERN_BYTES // 4,), 1e-3).view(torch.uint8).numpy().data
 
-    def pieces(name: str) -> Iterator[memoryview]:
-        pattern, left = scales if name.endswith("_scale_inv") else codes, tensors[name].nbytes
-        while left > 0:
-            yield pattern[: min(left, PATTERN_BYTES)]
-            left -= PATTERN_BYTES
+    def repeating(name: str, tensor: Tensor) -> NewTensor:
+        """Weights repeat a pattern without NaN in any dtype; scales are all 1e-3."""
+        pattern, nbytes = scales if name.endswith("_scale_inv") else codes, tensor.nbytes
+        starts = range(0, nbytes, PATTERN_BYTES)
+        return NewTensor(
+            name, CODES[tensor.dtype], tuple(tensor.shape), lambda: (pattern[: nbytes - at] for at in starts)
+        )
 
-    write_tensors(file, {name: (CODES[t.dtype], t.shape) for name, t in tensors.items()}, pieces)
+    plan = plan_checkpoint(cfg, stored_as)
+    files = plan_files(([repeating(*pair) for pair in group.items()] for _, group in plan), shard_size)
+    described = describe_plan(files, {}, config=config)
+    with (
+        output_directory(out, plan=described, force=False, is_ours=lambda path: False) as staging,
+        Progress(f"writing {out.name}", sum(file.nbytes for file in files)) as meter,
+    ):
+        write_files(staging, files, meter.advance)
+        write_description(staging, files, config)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -103,8 +96,10 @@ def run(args: argparse.Namespace) -> None:
     device, path = torch.device(args.device), args.directory
     cfg, checkpoint = ModelConfig.from_dir(path), Checkpoint(path)
     files = sorted({checkpoint.file_of(name) for name in checkpoint.names()})
-    copies = {layer_prefix(cfg.num_hidden_layers) + copy for copy in NEXTN_COPIES}
-    options: dict[str, Any] = {"skip": copies.__contains__, "block_size": cfg.weight_block_size}
+    copies = copy_names(cfg.nextn_layer)
+    options: dict[str, Any] = {
+        "skip": lambda name: is_ignored(name) or name in copies, "block_size": cfg.weight_block_size
+    }  # fmt: skip
     target, nextn = meta_models(cfg)
     nowhere = [replace(spec, load=lambda weight, scale: None) for spec in _specs(target, nextn)]
     items, _ = plan_load(checkpoint, nowhere, **options)
@@ -122,7 +117,7 @@ def run(args: argparse.Namespace) -> None:
         built.append(
             build_models(
                 path, cfg, EngineConfig(device=args.device), device, torch.bfloat16, 1,
-                keep_fp8=not args.dequantize, progress=False,
+                keep_fp8=False if args.dequantize else None, progress=False,
             )
         )  # fmt: skip
         return "model built and loaded"
@@ -190,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     option = parser.add_argument
     option("directory", type=Path, help="checkpoint; made from --config if it does not exist")
     option("--config", type=Path, help="config.json, or a directory that has one")
-    option("--shard-size", type=int, default=4_300_000_000, help="most bytes a file (default 4.3 GB)")
+    option("--shard-size", type=parse_size, default=SHARD_BYTES, help="most bytes a file (default 4.3 GB)")
     option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     option("--cache", choices=["warm", "cold"], default="warm")
     option("--dequantize", action="store_true", help="FP8 weights become bf16, as on a CPU by default")

@@ -7,14 +7,13 @@ Example: scripts/make_checkpoint.py --config DeepSeek-V3/config.json --output-di
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nextn.errors import NextnError
-from nextn.models.output import SHARD_BYTES, parse_size
-from nextn.models.random_checkpoint import read_config, write_random_checkpoint
+from nextn.models.checkpoint import read_config
+from nextn.models.output import SHARD_BYTES, parse_size, run_command
+from nextn.models.random_checkpoint import write_random_checkpoint
 
 RawDescription = argparse.RawDescriptionHelpFormatter
 
@@ -36,8 +35,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     args = parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
+
+    def work() -> None:
         write_random_checkpoint(
             read_config(args.config),
             args.output_dir,
@@ -48,13 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             tokenizer=args.tokenizer,
             progress=True,
         )
-    except NextnError as error:
-        print(f"make_checkpoint: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("make_checkpoint: interrupted; the same command goes on with what was written", file=sys.stderr)
-        return 130
-    return 0
+
+    return run_command("make_checkpoint", work)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
@@ -29,6 +30,9 @@ _CHUNK_BYTES = 4 << 20
 _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _LFS_POINTER = b"version https://git-lfs"
 
+Stamp = tuple[int, int, int]
+"""Size of a file in bytes, and when its data and its entry changed last, in nanoseconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -47,7 +51,7 @@ class StoredTensor:
         return self.end - self.begin
 
     def chunks(self) -> Iterator[bytes]:
-        """The tensor's bytes in order, in pieces of at most 4 MiB."""
+        """The tensor's bytes in order, in pieces of at most 4 MiB; raises `CheckpointError`."""
         try:
             with self.file.open("rb") as stream:
                 stream.seek(self.begin)
@@ -72,10 +76,13 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.stamps: dict[Path, Stamp] = {}
+        """What each file that was read, index or shard, was like just before that."""
         self._headers: dict[Path, dict[str, StoredTensor]] = {}
         index = _find_index(path)
         if index is not None:
             self.source = index
+            self.stamps[index] = stamp_of(index)
             self._files = {name: path / file for name, file in _read_index(index).items()}
         else:
             files = _all_files(path)
@@ -111,7 +118,9 @@ class Checkpoint:
     def require_files(self, names: Iterable[str]) -> list[Path]:
         """The files that hold `names`, sorted; raises `CheckpointError` with all that do not exist."""
         files = sorted({self._files[name] for name in names})
-        missing = [file.name for file in files if not file.is_file()]
+        missing = [
+            file.name for file in files if not os.path.isfile(file)
+        ]  # whatever keeps it from being one
         if missing:
             raise CheckpointError(f"{self.source} names files that do not exist: {shorten(missing)}")
         return files
@@ -119,12 +128,22 @@ class Checkpoint:
     def header(self, file: Path) -> Mapping[str, StoredTensor]:
         """All tensors that `file` itself holds, whatever the index says; read once."""
         if file not in self._headers:
+            self.stamps[file] = stamp_of(file)
             self._headers[file] = read_header(file)
         return self._headers[file]
 
     def find(self, name: str) -> StoredTensor | None:
         """Where `name` lies, or None if its file does not hold it although the index says so."""
         return self.header(self._files[name]).get(name)
+
+
+def stamp_of(file: Path) -> Stamp:
+    """What tells that a file was written anew, even where its mtime was set back (cp -p, rsync -t)."""
+    try:
+        state = file.stat()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
+    return state.st_size, state.st_mtime_ns, state.st_ctime_ns
 
 
 def shorten(names: Sequence[str], most: int = 5) -> str:
@@ -261,7 +280,7 @@ def lay_out(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> Layout:
     offset = 0
     for name in order:
         dtype, shape = tensors[name]
-        offsets[name] = (offset, offset + tensor_bytes(dtype, shape))
+        offsets[name] = (offset, offset + tensor_nbytes(dtype, shape))
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets[name])}
         offset = offsets[name][1]
     header = json.dumps(table, separators=(",", ":")).encode()
@@ -271,7 +290,7 @@ def lay_out(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> Layout:
     return Layout(header, {name: (base + begin, base + end) for name, (begin, end) in offsets.items()})
 
 
-def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
+def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
     """Bytes of a tensor with this dtype code and shape."""
     return math.prod(shape) * _ITEM_BYTES[dtype]
 
@@ -314,9 +333,22 @@ def write_tensors(
             after(stream, count)
 
 
+def read_config(file: Path) -> dict[str, Any]:
+    """The JSON object in `file`, which may be a config.json or a directory that holds one."""
+    try:
+        path = file / "config.json" if file.is_dir() else file
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} must hold a JSON object")
+    return config
+
+
 def write_json(file: Path, value: object) -> None:
-    """Write `value` with sorted keys and an indent of 2."""
-    file.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+    """Write `value` with sorted keys and an indent of 2; what UTF-8 lacks (half a surrogate) is escaped."""
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    file.write_bytes(text.encode(errors="backslashreplace"))
 
 
 def write_index(directory: Path, files: Mapping[str, str], total_size: int) -> None:

@@ -7,8 +7,8 @@ written, is damage, and an error.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any, Literal
 
 import numpy as np
@@ -19,11 +19,13 @@ from nextn.errors import CheckpointError
 from nextn.kernels.ref.gemm import Block, scale_shape
 from nextn.models.checkpoint import StoredTensor
 from nextn.models.fp8 import dequantize_blocks, quantize_blocks
-from nextn.models.output import NewTensor
+from nextn.models.loader import LoadItem
+from nextn.models.output import NewFile, NewTensor
 from nextn.models.reader import DTYPES, LargeRoom, Reader
 from nextn.models.specs import TensorSpec
 
-StoreAs = Literal["keep", "bf16", "fp8"]
+ConvertTo = Literal["keep", "bf16", "fp8"]
+"""What becomes of weights."""
 
 PIECE_BYTES = 4 << 20
 """Most bytes of a piece, on either side, unless one row of blocks has more."""
@@ -38,39 +40,37 @@ _EXPONENTS = {
 _CPU = torch.device("cpu")
 
 
-@contextmanager
-def serial_operations() -> Iterator[None]:
-    """PyTorch without threads of its own, while one thread makes pieces and another writes them.
-
-    Its threads would share the processors with these two, and wait for each other after each small operation.
-    """
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(count)
-
-
 def quantizable(spec: TensorSpec) -> bool:
     """Whether official FP8 checkpoints store a tensor as FP8: every linear layer but eh_proj."""
     return spec.kind == "linear" and not spec.name.endswith(".eh_proj.weight")
 
 
-def is_converted(weight: StoredTensor, store_as: StoreAs, *, quantize: bool) -> bool:
+def is_converted(weight: StoredTensor, dtype: ConvertTo, *, quantize: bool) -> bool:
     """Whether a weight's bytes change; otherwise it is copied, with its scale."""
-    if store_as == "keep" or weight.name.endswith(_KEPT_AS_STORED):
+    if dtype == "keep" or weight.name.endswith(_KEPT_AS_STORED):
         return False
     if weight.dtype == "F8_E4M3":
-        return store_as == "bf16"
-    return weight.dtype != "BF16" or (store_as == "fp8" and quantize)
+        return dtype == "bf16"
+    return weight.dtype != "BF16" or (dtype == "fp8" and quantize)
+
+
+def converted_items(items: Iterable[LoadItem], dtype: ConvertTo) -> list[LoadItem]:
+    """Those of a model's stored tensors whose bytes change."""
+    return [item for item in items if is_converted(item.weight, dtype, quantize=quantizable(item.spec))]
+
+
+def convert_item(name: str, item: LoadItem, dtype: ConvertTo, block_size: Block) -> list[NewTensor]:
+    """A model's stored tensor as it is to be written under `name`, and its scale (`convert_tensor`)."""
+    return convert_tensor(
+        name, item.weight, item.scale, dtype, quantize=quantizable(item.spec), block_size=block_size
+    )
 
 
 def convert_tensor(
     name: str,
     weight: StoredTensor,
     scale: StoredTensor | None,
-    store_as: StoreAs,
+    dtype: ConvertTo,
     *,
     quantize: bool,
     block_size: Block,
@@ -83,13 +83,13 @@ def convert_tensor(
     asked for; they are whole rows of blocks. The correction bias is never changed.
     """
     assert (scale is not None) == (weight.dtype == "F8_E4M3"), f"{weight.name}: FP8 comes with a scale"
-    if not is_converted(weight, store_as, quantize=quantize):
+    if not is_converted(weight, dtype, quantize=quantize):
         copies = [copy_tensor(name, weight)]
         return copies if scale is None else [*copies, copy_tensor(f"{name}_scale_inv", scale)]
     if scale is not None:
         fp8 = scale  # a name that is not None in the closure
         return [NewTensor(name, "BF16", weight.shape, lambda: _dequantized(weight, fp8, block_size))]
-    if store_as == "fp8" and quantize:
+    if dtype == "fp8" and quantize:
         quantized = Quantized(lambda: _quantized(weight, block_size))
         blocks = scale_shape(weight.shape[0], weight.shape[1], block_size)
         return [
@@ -131,7 +131,7 @@ def _quantized(weight: StoredTensor, block_size: Block) -> Iterator[tuple[Tensor
     """A float weight as FP8: codes and scales of some rows of blocks at a time."""
     for _, rows in _row_pieces(weight, 1, block_size[0]):
         codes, scale = quantize_blocks(rows, block_size)
-        _require_finite(tensor_bytes_of(codes), "F8_E4M3", weight)  # of an infinity comes a NaN too
+        _require_finite(bytes_of(codes), "F8_E4M3", weight)  # of an infinity comes a NaN too
         yield codes, scale
 
 
@@ -150,12 +150,12 @@ class Quantized:
         self._scales = []
         for codes, scale in self._blocks():
             self._scales.append(scale)
-            yield tensor_bytes_of(codes)
+            yield bytes_of(codes)
 
     def scales(self) -> Iterator[memoryview]:
         """The float32 scales."""
         scales, self._scales = self._scales or [scale for _, scale in self._blocks()], []
-        return map(tensor_bytes_of, scales)
+        return map(bytes_of, scales)
 
 
 def _row_pieces(stored: StoredTensor, item_bytes: int, multiple: int) -> Iterator[tuple[int, Tensor]]:
@@ -175,7 +175,7 @@ def _row_pieces(stored: StoredTensor, item_bytes: int, multiple: int) -> Iterato
 
 def _bf16_bytes(values: Tensor, weight: StoredTensor) -> memoryview:
     """A bf16 tensor's bytes, for a part of `weight`."""
-    data = tensor_bytes_of(values)
+    data = bytes_of(values)
     _require_finite(data, "BF16", weight)
     return data
 
@@ -188,26 +188,57 @@ def _require_finite(data: bytes | memoryview, dtype: str, weight: StoredTensor) 
             raise CheckpointError(f"{weight.file}: {weight.name} holds values that are not finite")
 
 
-def tensor_bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """A CPU tensor's bytes, not copied if it is contiguous."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def corrected_config(
-    config: Mapping[str, Any], *, has_fp8: bool, store_as: StoreAs, new_scales: bool = False
+def config_for(
+    config: Mapping[str, Any], files: Iterable[NewFile], converted: Sequence[LoadItem], dtype: ConvertTo
 ) -> dict[str, Any]:
-    """config.json for converted weights: a quantization_config exactly if some tensor is FP8.
+    """config.json of a conversion. config: the source's. converted: what of it changes in `files`.
+
+    A list of modules that are not quantised loses those that are, or hold one that is.
+    """
+    result = corrected_config(
+        config,
+        has_fp8=any(tensor.dtype == "F8_E4M3" for file in files for tensor in file.tensors),
+        dtype=None if dtype == "keep" else "bfloat16",
+        new_scales=dtype == "fp8" and any(quantizable(item.spec) for item in converted),
+    )
+    quantization = result.get("quantization_config") or {}
+    fp8 = [tensor.name for file in files for tensor in file.tensors if tensor.dtype == "F8_E4M3"]
+    parents = {name.rsplit(".", count)[0] for name in fp8 for count in range(1, name.count(".") + 1)}
+    for key, names in plain_modules(quantization).items():
+        quantization[key] = [name for name in names if name not in parents]
+    return result
+
+
+def plain_modules(quantization: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The lists, in a quantization_config, of modules that are not quantised."""
+    found = {key: quantization.get(key) for key in ("modules_to_not_convert", "ignored_layers")}
+    return {
+        key: names
+        for key, names in found.items()
+        if isinstance(names, list) and all(isinstance(name, str) for name in names)
+    }
+
+
+def corrected_config(
+    config: Mapping[str, Any], *, has_fp8: bool, dtype: str | None, new_scales: bool = False
+) -> dict[str, Any]:
+    """config.json with a quantization_config exactly if some tensor is FP8.
 
     Readers that trust it would look for scales otherwise, or not look for any. new_scales: some scales were
-    made anew in float32, so the field that says that all are powers of two goes. A conversion's other weights
-    are bf16, and torch_dtype (`dtype` in newer files) says so.
+    made anew in float32, so the field that says that all are powers of two goes. dtype: what torch_dtype
+    (`dtype` in newer files) says of the other weights; None leaves it.
     """
     result = {key: value for key, value in config.items() if key != "quantization_config"}
     if has_fp8:
         result["quantization_config"] = _fp8_config(config.get("quantization_config") or {}, new_scales)
-    if store_as != "keep":
+    if dtype is not None:
         fields = [name for name in ("torch_dtype", "dtype") if name in config] or ["torch_dtype"]
-        result |= dict.fromkeys(fields, "bfloat16")
+        result |= dict.fromkeys(fields, dtype)
     return result
 
 

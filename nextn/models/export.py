@@ -7,7 +7,6 @@ out. Only shards that hold a part of the layer are opened, and the output appear
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,31 +14,22 @@ from pathlib import Path
 from typing import Any, get_args
 
 from nextn.config import EXPORTED_ARCHITECTURE, ModelConfig
-from nextn.errors import CheckpointError, NextnError
+from nextn.errors import CheckpointError
 from nextn.models.checkpoint import Checkpoint
-from nextn.models.conversion import StoreAs, convert_tensor, corrected_config, is_converted, quantizable
+from nextn.models.conversion import ConvertTo, config_for, convert_item, converted_items, plain_modules
 from nextn.models.loader import LoadItem, plan_load
 from nextn.models.output import (
     NewFile,
     NewTensor,
-    copy_other_files,
-    describe_plan,
-    other_files,
-    output_directory,
-    refuse_output,
-    refuse_overlap,
-    require_unchanged,
-    verify_files,
-    write_description,
-    write_files,
+    open_source,
+    run_command,
+    write_output,
 )
-from nextn.models.progress import Progress, format_bytes
-from nextn.models.random_checkpoint import read_config
-from nextn.models.weights import NEXTN_COPIES, is_ignored, layer_prefix, meta_models, require_layer
+from nextn.models.progress import format_bytes
+from nextn.models.weights import copy_names, is_ignored, layer_prefix, meta_models, require_layer
 
+COMMAND = "nextn-export"
 WEIGHTS_NAME = "nextn_layer_parameters.safetensors"
-
-_PLAIN_LISTS = ("modules_to_not_convert", "ignored_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +37,7 @@ class ExportReport:
     """What was written: tensors, how many of them FP8, and weights that were converted.
 
     nbytes: of tensor data. shards: files that they came from. copied_files: files without weights.
-    kept_quantization: config.json has a quantization_config. verified: the result was read back and compared.
+    verified: the result was read back and compared.
     """
 
     tensors: int
@@ -57,7 +47,6 @@ class ExportReport:
     shards: int
     seconds: float
     copied_files: int
-    kept_quantization: bool
     verified: bool
 
     def __str__(self) -> str:
@@ -65,7 +54,7 @@ class ExportReport:
             f"{self.tensors} tensors ({self.fp8_tensors} FP8), {format_bytes(self.nbytes)} from "
             f"{self.shards} shards in {self.seconds:.1f} s, {self.converted} weights converted, "
             f"{self.copied_files} other files"
-            + ("" if self.kept_quantization else ", no quantization_config (nothing is FP8)")
+            + ("" if self.fp8_tensors else ", no quantization_config (nothing is FP8)")
             + (", verified byte for byte" if self.verified else "")
         )
 
@@ -74,7 +63,7 @@ def export_nextn(
     input_dir: Path,
     output_dir: Path,
     *,
-    dtype: StoreAs = "keep",
+    dtype: ConvertTo = "keep",
     force: bool = False,
     verify: bool = False,
     progress: bool = True,
@@ -89,45 +78,25 @@ def export_nextn(
     Raises `CheckpointError` when the layer is absent, incomplete or unfit, holds a value that is not finite,
     or changes while it is read, or when the output cannot be written.
     """
-    cfg = ModelConfig.from_dir(input_dir)
-    _refuse(input_dir, output_dir, cfg, force)
-    items = find_nextn(Checkpoint(input_dir), cfg)
-    tensors = [tensor for item in items for tensor in _new_tensors(item, cfg, dtype)]
-    fp8 = sum(tensor.dtype == "F8_E4M3" for tensor in tensors)
-    converted = [
-        item.spec for item in items if is_converted(item.weight, dtype, quantize=quantizable(item.spec))
-    ]
-    config = corrected_config(
-        read_config(input_dir),
-        has_fp8=fp8 > 0,
-        store_as=dtype,
-        new_scales=dtype == "fp8" and any(map(quantizable, converted)),
-    )
-    config |= _draft_fields(config, cfg.nextn_layer)
-    file = NewFile(WEIGHTS_NAME, tuple(tensors))
+    source = open_source(input_dir, output_dir, command=COMMAND, force=force)
+    items = find_nextn(source.checkpoint, source.cfg)
+    tensors = tuple(tensor for item in items for tensor in _layer_tensors(item, source.cfg, dtype))
+    file, converted = NewFile(WEIGHTS_NAME, tensors), converted_items(items, dtype)
+    draft = source.config | _draft_fields(source.config, source.cfg.nextn_layer)
+    config = config_for(draft, [file], converted, dtype)
+    seconds = write_output(
+        output_dir, [file], config, source, command=COMMAND, dtype=dtype, index=True, force=force,
+        verify=verify, progress=progress,
+    )  # fmt: skip
     shards = {stored.file for item in items for stored in (item.weight, item.scale) if stored is not None}
-    sources = [*shards, input_dir / "config.json", *other_files(input_dir)]
-    plan = describe_plan([file], sources, dtype=dtype)
-    meter = Progress(f"exporting {input_dir.name}", file.nbytes, shown=progress)
-    with output_directory(output_dir, plan=plan, force=force, is_ours=_is_export) as staging:
-        write_files(staging, [file], meter.advance)
-        meter.close()
-        copied = copy_other_files(input_dir, staging)
-        write_description(staging, [file], config, index=True)
-        if verify:
-            check = Progress(f"verifying {output_dir.name}", file.nbytes, shown=progress)
-            verify_files(staging, [file], check.advance)
-            check.close()
-        require_unchanged(plan)
     return ExportReport(
         tensors=len(tensors),
-        fp8_tensors=fp8,
+        fp8_tensors=sum(tensor.dtype == "F8_E4M3" for tensor in tensors),
         converted=len(converted),
         nbytes=file.nbytes,
         shards=len(shards),
-        seconds=meter.seconds,
-        copied_files=copied,
-        kept_quantization="quantization_config" in config,
+        seconds=seconds,
+        copied_files=len(source.others),
         verified=verify,
     )
 
@@ -137,9 +106,14 @@ def find_nextn(checkpoint: Checkpoint, cfg: ModelConfig) -> list[LoadItem]:
 
     Raises `CheckpointError` naming what is missing, left over or of an unfit shape or dtype.
     """
+    if cfg.is_exported_draft:
+        raise CheckpointError(f"{checkpoint.path} is an exported NextN layer already")
+    if not cfg.has_nextn:
+        raise CheckpointError(
+            f"{checkpoint.path} has no NextN layer to export (num_nextn_predict_layers is 0)"
+        )
     require_layer(checkpoint.path, cfg.nextn_layer)
-    prefix = layer_prefix(cfg.nextn_layer)
-    copies = {prefix + name for name in NEXTN_COPIES}
+    prefix, copies = layer_prefix(cfg.nextn_layer), copy_names(cfg.nextn_layer)
     _, nextn = meta_models(cfg)
     assert nextn is not None
     items, _ = plan_load(
@@ -151,29 +125,10 @@ def find_nextn(checkpoint: Checkpoint, cfg: ModelConfig) -> list[LoadItem]:
     return items
 
 
-def _refuse(input_dir: Path, output_dir: Path, cfg: ModelConfig, force: bool) -> None:
-    if cfg.is_exported_draft:
-        raise CheckpointError(f"{input_dir} is an exported NextN layer already")
-    if not cfg.has_nextn:
-        raise CheckpointError(f"{input_dir} has no NextN layer to export (num_nextn_predict_layers is 0)")
-    refuse_overlap(input_dir, output_dir)
-    refuse_output(output_dir, force=force, is_ours=_is_export)
-
-
-def _is_export(directory: Path) -> bool:
-    return (directory / WEIGHTS_NAME).is_file()
-
-
-def _new_tensors(item: LoadItem, cfg: ModelConfig, dtype: StoreAs) -> list[NewTensor]:
+def _layer_tensors(item: LoadItem, cfg: ModelConfig, dtype: ConvertTo) -> list[NewTensor]:
     """One weight and its scale as the export has them: under layer 0, in the dtype asked for."""
-    return convert_tensor(
-        layer_prefix(0) + item.spec.name.removeprefix(layer_prefix(cfg.nextn_layer)),
-        item.weight,
-        item.scale,
-        dtype,
-        quantize=quantizable(item.spec),
-        block_size=cfg.weight_block_size,
-    )
+    name = layer_prefix(0) + item.spec.name.removeprefix(layer_prefix(cfg.nextn_layer))
+    return convert_item(name, item, dtype, cfg.weight_block_size)
 
 
 def _draft_fields(config: Mapping[str, Any], layer: int) -> dict[str, Any]:
@@ -185,7 +140,7 @@ def _draft_fields(config: Mapping[str, Any], layer: int) -> dict[str, Any]:
         "architectures": [EXPORTED_ARCHITECTURE], "num_hidden_layers": 1, "num_nextn_predict_layers": 1,
     }  # fmt: skip
     quantization = config.get("quantization_config") or {}
-    plain = {key: _draft_modules(quantization[key], layer) for key in _PLAIN_LISTS if quantization.get(key)}
+    plain = {key: _draft_modules(names, layer) for key, names in plain_modules(quantization).items()}
     return fields | ({"quantization_config": {**quantization, **plain}} if plain else {})
 
 
@@ -202,7 +157,7 @@ def _draft_modules(names: Iterable[str], layer: int) -> list[str]:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command-line options of `nextn-export`."""
     parser = argparse.ArgumentParser(
-        prog="nextn-export",
+        prog=COMMAND,
         description="Write the NextN (MTP) layer of a DeepSeek-V3-family checkpoint as a draft checkpoint. "
         "A run that was cut off is gone on with by the same command.",
     )
@@ -210,7 +165,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output-dir", type=Path, required=True, help="directory to write; new or empty")
     parser.add_argument(
         "--dtype",
-        choices=get_args(StoreAs),
+        choices=get_args(ConvertTo),
         default="keep",
         help="how weights are stored: as they are (default), dequantised, or in FP8 blocks",
     )
@@ -222,19 +177,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `nextn-export`; returns the exit status."""
     args = parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
+
+    def work() -> str:
         report = export_nextn(
             args.input_dir, args.output_dir, dtype=args.dtype, force=args.force, verify=args.verify
         )
-    except NextnError as error:
-        print(f"nextn-export: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("nextn-export: interrupted; the same command goes on with what was written", file=sys.stderr)
-        return 130
-    print(f"{args.output_dir}: {report}")
-    return 0
+        return f"{args.output_dir}: {report}"
+
+    return run_command(COMMAND, work)
 
 
 if __name__ == "__main__":

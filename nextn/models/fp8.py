@@ -1,4 +1,4 @@
-"""Block FP8 on the host: quantising and dequantising whole weights fast, in memory of one row of blocks.
+"""Block FP8 on the host: quantising and dequantising whole weights fast, in little memory beside them.
 
 PyTorch converts e4m3 on a CPU element by element. A code's bits moved into a float16 are the same number
 times 2^-8, subnormals included, and float16 is widened by one instruction; the 2^8 goes into the scale.
@@ -16,6 +16,7 @@ FP8_MAX = 448.0
 
 _FP16_SHIFT = 256.0  # e4m3 has an exponent bias of 7, float16 one of 15
 _EXPONENT_TOP = 1 << 14  # a code's sign arrives here too when its byte is widened with its sign
+_SMALLEST_SCALE = 2.0**-149  # of float32; by a scale of 0 nothing can be divided
 _LARGEST_SCALE = 2.0**119  # times 2^8 it is still finite
 _STEP_ITEMS = 1 << 19
 """Items of a step: what the caches hold."""
@@ -28,7 +29,7 @@ They would wait for each other at the end of each operation, on a busy machine f
 
 
 def quantize_blocks(weight: Tensor, block_size: Block) -> tuple[Tensor, Tensor]:
-    """Quantise `weight` [N, K] to e4m3 with one scale a block: amax / 448 (1 for a block of zeros).
+    """Quantise `weight` [N, K] to e4m3 with one scale a block: amax / 448, or 1 for a block of zeros.
 
     Returns FP8 [N, K] and float32 scales [ceil(N / bn), ceil(K / bk)]; a short block has the scale of what
     it holds (the checkpoint format's own rule). Beside the results one row of blocks is in memory.
@@ -45,7 +46,7 @@ def quantize_blocks(weight: Tensor, block_size: Block) -> tuple[Tensor, Tensor]:
         values, work = room[:, : part.stop - part.start]
         values.copy_(weight[part])
         amax = _amax_of_runs(torch.abs(values, out=work).amax(0), width)
-        scale[row] = torch.where(amax > 0, amax / FP8_MAX, 1.0)
+        scale[row] = torch.where(amax > 0, (amax / FP8_MAX).clamp_min(_SMALLEST_SCALE), 1.0)
         wide = scale[row].repeat_interleave(width)[:columns]
         codes[part] = torch.div(values, wide, out=work).clamp_(-FP8_MAX, FP8_MAX)
     return codes, scale

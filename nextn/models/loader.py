@@ -89,13 +89,12 @@ def load_checkpoint(
     """
     items, skipped = plan_load(Checkpoint(path), specs, skip=skip, block_size=block_size)
     total = sum(part_bytes(item) for item in items)
-    meter = Progress(f"loading {path.name}", total, shown=progress)
     place, readers = device or torch.device("cpu"), threads or default_readers()
-    read_bytes = _run(_tasks(items), place, readers, block_size, meter)
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
-        torch.cuda.empty_cache()  # the parts on their way are no memory of the model
-    meter.close()
+    with Progress(f"loading {path.name}", total, shown=progress) as meter:
+        read_bytes = _run(_tasks(items), place, readers, block_size, meter)
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)
+            torch.cuda.empty_cache()  # the parts on their way are no memory of the model
     fp8 = sum(item.scale is not None for item in items)
     files = {stored.file for item in items for stored in (item.weight, item.scale) if stored is not None}
     return LoadReport(len(items), fp8, skipped, total, read_bytes, len(files), meter.seconds)

@@ -14,29 +14,38 @@ import logging
 import os
 import re
 import shutil
+import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
+
 from nextn import __version__
-from nextn.errors import CheckpointError
+from nextn.config import ModelConfig
+from nextn.errors import CheckpointError, NextnError
 from nextn.models.checkpoint import (
     Checkpoint,
+    Stamp,
     lay_out,
+    read_config,
     read_header,
     shorten,
-    tensor_bytes,
+    stamp_of,
+    tensor_nbytes,
     write_index,
     write_json,
     write_tensors,
 )
-from nextn.models.progress import format_bytes
+from nextn.models.progress import Progress, format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +53,12 @@ SHARD_BYTES = 4_300_000_000
 """Most bytes of a file, about as in the original checkpoint's 163 shards."""
 
 _SYNC_BYTES = 1 << 30
-_JOURNAL = "journal.json"
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_JOURNAL = "nextn_journal.json"
+_WORK_NAMES = {"lock", "plan.json", "plan.json.tmp", "output", "replaced"}
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".part")
+
+RECORDS = {"nextn-export": "nextn_export.json", "nextn-convert": "nextn_conversion.json"}
+"""By command, the file that says what its output was made from; --force replaces a directory only with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +77,7 @@ class NewTensor:
     @property
     def nbytes(self) -> int:
         """Size on disk in bytes."""
-        return tensor_bytes(self.dtype, self.shape)
+        return tensor_nbytes(self.dtype, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,40 +121,142 @@ def plan_files(groups: Iterable[Sequence[NewTensor]], shard_size: int = SHARD_BY
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size on the command line, such as 500MB, 4G or 1000000 (an `argparse` type)."""
-    match = re.fullmatch(r"(\d+)([KMG]?)B?", text.upper())
-    if not match or int(match[1]) == 0:
+    """Bytes of a size on the command line, such as 500MB, 4.3G or 1000000 (an `argparse` type)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", text.upper())
+    size = Fraction(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[2]] if match else 0
+    if size == 0 or size % 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, or a number and KB, MB or GB")
-    return int(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[2]]
+    return int(size)
 
 
-def describe_plan(files: Sequence[NewFile], sources: Iterable[Path], **options: object) -> dict[str, Any]:
+def run_command(prog: str, work: Callable[[], str | None]) -> int:
+    """Do a command's work, print what it returns, and return the exit status.
+
+    An error is a sentence on stderr and status 1, an interrupt one and status 130.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        summary = work()
+    except (NextnError, OSError) as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted; the same command goes on with what was written", file=sys.stderr)
+        return 130
+    if summary is not None:
+        print(summary.encode(errors="backslashreplace").decode())  # a path need not be UTF-8
+    return 0
+
+
+def open_source(path: Path, out: Path, *, command: str, force: bool) -> Source:
+    """The checkpoint `path`, of which `command` may make `out`; raises `CheckpointError` otherwise."""
+    refuse_overlap(path, out)
+    refuse_output(out, force=force, is_ours=partial(is_output_of, command))
+    return Source(path)
+
+
+class Source:
+    """A checkpoint that another one is made of, and what its files were like before they were read.
+
+    path, config (the JSON object), cfg, checkpoint; others: files without weights (`other_files`).
+    Raises `CheckpointError`, as reading them does.
+    """
+
+    def __init__(self, path: Path) -> None:
+        ModelConfig.from_dir(path)  # has the sentences for a directory without a config that would do
+        file = path / "config.json"
+        self._stamps = {file: stamp_of(file)}
+        self.path, self.config = path, read_config(file)
+        self.cfg = ModelConfig.from_dict(self.config)
+        self.checkpoint, self.others = Checkpoint(path), other_files(path)
+        self._stamps |= {file: stamp_of(file) for file in self.others}
+
+    @property
+    def stamps(self) -> dict[Path, Stamp]:
+        """What all files that were read so far, or will be copied, were like before that."""
+        return self.checkpoint.stamps | self._stamps
+
+
+def write_output(
+    out: Path,
+    files: Sequence[NewFile],
+    config: Mapping[str, Any],
+    source: Source,
+    *,
+    command: str,
+    dtype: str,
+    index: bool | None = None,
+    force: bool,
+    verify: bool,
+    progress: bool,
+) -> float:
+    """Write the directory `out`: `files`, what describes them, and the source's other files.
+
+    command, dtype: what is done, a key of RECORDS and its option. index: as in `write_description`.
+    force: replace an earlier output of this command. verify: read the weights back and compare them.
+    Returns the seconds that writing took, without the comparison. Raises `CheckpointError`.
+    """
+    refuse_sources_in(out, source.stamps)
+    plan = describe_plan(files, source.stamps, command=command, dtype=dtype)
+    total = sum(file.nbytes for file in files) * (1 + verify)
+    label = f"{command} {source.path.name}"
+    output = output_directory(out, plan=plan, force=force, is_ours=partial(is_output_of, command))
+    with serial_operations(), output as staging, Progress(label, total, shown=progress) as meter:
+        copy_files(source.others, staging)
+        write_files(staging, files, meter.advance)
+        seconds = meter.seconds
+        if verify:
+            verify_files(staging, files, meter.advance)
+        write_description(staging, files, config, index=index)
+        write_json(staging / RECORDS[command], {"source": source.path.resolve().name, "stored_as": dtype})
+        require_unchanged(plan)
+    return seconds
+
+
+def is_output_of(command: str, directory: Path) -> bool:
+    """Whether a directory holds the record of an output of this command."""
+    try:
+        record = json.loads((directory / RECORDS[command]).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and record.keys() == {"source", "stored_as"}
+
+
+@contextmanager
+def serial_operations() -> Iterator[None]:
+    """PyTorch without threads of its own, while one thread makes pieces and another writes them.
+
+    Its threads would share the processors with these two, and wait for each other after each small operation.
+    """
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
+
+
+def describe_plan(
+    files: Sequence[NewFile], sources: Mapping[Path, Stamp], **options: object
+) -> dict[str, Any]:
     """Everything that decides the output's bytes: what is written, and from which state of which files.
 
-    A source that is written anew has another size or time of change, and a plan made before is void.
+    sources: what each was like before it was read. One that is written anew has another size or time of
+    change, and a plan made before is void.
     """
     return {
         "version": __version__,
         "options": options,
-        "sources": {str(file): _stamp(file) for file in sorted(set(sources))},
+        "sources": {str(file): list(sources[file]) for file in sorted(sources)},
         "files": {file.name: file.entries for file in files},
     }
 
 
 def require_unchanged(plan: dict[str, Any]) -> None:
-    """Raise `CheckpointError` if a source is no longer what it was when the plan was made."""
-    changed = [name for name, stamp in plan["sources"].items() if _stamp(Path(name)) != list(stamp)]
+    """Raise `CheckpointError` if a source is no longer what it was before it was read."""
+    changed = [name for name, stamp in plan["sources"].items() if list(stamp_of(Path(name))) != stamp]
     if changed:
         raise CheckpointError(f"files changed while they were read: {shorten(changed)}; run it again")
-
-
-def _stamp(file: Path) -> list[int]:
-    """Size and time of change."""
-    try:
-        state = file.stat()
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from None
-    return [state.st_size, state.st_mtime_ns]
 
 
 def refuse_output(out: Path, *, force: bool, is_ours: Callable[[Path], bool]) -> None:
@@ -149,22 +264,53 @@ def refuse_output(out: Path, *, force: bool, is_ours: Callable[[Path], bool]) ->
 
     is_ours: whether a filled directory is an earlier output of the same kind; no other is ever replaced.
     """
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise CheckpointError(f"{out} exists and is not a directory")
-    if any(out.iterdir()):
-        if not force:
-            raise CheckpointError(f"{out} is not empty; --force replaces an earlier output")
-        if not is_ours(out):
-            raise CheckpointError(f"{out} is not an earlier output, so --force does not replace it")
+    with _as_sentence(f"{out} cannot be written"):
+        target = out.resolve()
+        if not target.exists():
+            return
+        if not target.is_dir():
+            raise CheckpointError(f"{out} exists and is not a directory")
+        if os.path.ismount(target):
+            raise CheckpointError(f"{out} is a mount point, which cannot be replaced; name a directory in it")
+        if any(target.iterdir()):
+            if force and not is_ours(target):
+                raise CheckpointError(f"{out} is not an earlier output, so --force does not replace it")
+            if force and not os.access(target, os.W_OK):
+                raise CheckpointError(f"{out} may not be written by this user, so --force cannot replace it")
+            if not force:
+                hint = "; --force replaces this earlier output" if is_ours(target) else ""
+                raise CheckpointError(f"{out} is not empty{hint}")
 
 
 def refuse_overlap(source: Path, out: Path) -> None:
     """Raise `CheckpointError` if one directory is, or lies in, the other."""
-    a, b = source.resolve(), out.resolve()
-    if a == b or a in b.parents or b in a.parents:
-        raise CheckpointError(f"{out} must lie outside {source}, and not around it")
+    with _as_sentence(f"{out} cannot be written"):
+        a, b = source.resolve(), out.resolve()
+        if a == b or a in b.parents or b in a.parents:
+            raise CheckpointError(f"{out} must lie outside {source}, and not around it")
+        if not {a, *a.parents}.isdisjoint(_places(b)):
+            raise CheckpointError(f"{source} lies where {out} is put together; rename it")
+
+
+def refuse_sources_in(out: Path, sources: Iterable[Path]) -> None:
+    """Raise `CheckpointError` if a file that is read is a link into `out`, which would be replaced."""
+    inside = [str(file) for file in sources if out.resolve() in file.resolve().parents]
+    if inside:
+        raise CheckpointError(f"{out} holds what is read: {shorten(inside)} lead there")
+
+
+def _places(target: Path) -> tuple[Path, Path]:
+    """Where an output is put together, and where what it replaces lies between two renames."""
+    return target.with_name(f".{target.name}.partial"), target.with_name(f".{target.name}.earlier")
+
+
+@contextmanager
+def _as_sentence(text: str) -> Iterator[None]:
+    """Turn failures to look at a path (a loop of links is a RuntimeError) into one sentence."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{text}: {error}") from None
 
 
 @contextmanager
@@ -176,37 +322,44 @@ def output_directory(
     plan: a JSON value that says all that decides the output's bytes (`describe_plan`). What an earlier run
     left is gone on with if its plan is the same (and `resume`), else discarded. One writer at a time.
     If the block fails or the process dies, `out` is as it was, and what was written stays in `.NAME.partial`
-    beside it for the next run. A link to a directory stays a link. Raises `CheckpointError`.
+    beside it for the next run. (A process that dies between two renames leaves what `out` was in
+    `.NAME.earlier`; the next run puts it back.) A link to a directory stays a link. Raises `CheckpointError`.
     """
-    target = out.resolve()
-    work = target.with_name(f".{target.name}.partial")
-    staging, old = work / "output", work / "replaced"
+    with _as_sentence(f"{out} cannot be written"):
+        target = out.resolve()
+    work, earlier = _places(target)
+    staging = work / "output"
     try:
-        with _locked(work, out):
+        with _locked(work, out) as is_locked:
             try:
-                if old.exists() and not target.exists():
-                    old.rename(target)  # a run died between the two renames
+                _put_back(target, earlier, is_ours)
                 refuse_output(out, force=force, is_ours=is_ours)
                 _prepare(work, staging, plan, resume)
                 yield staging
                 _sync_tree(staging)
                 refuse_output(out, force=force, is_ours=is_ours)
-                _replace(target, staging, old)
+                if not is_locked():
+                    raise CheckpointError(f"{work} was removed while {out} was put together; run it again")
+                _replace(target, staging, earlier)
             finally:
-                has_progress = staging.exists() and any(_is_progress(file) for file in staging.iterdir())
-                if not has_progress and not (old.exists() and not target.exists()):
+                if not is_locked():
+                    pass  # it may be another run's by now
+                elif resume and staging.exists() and any(_is_progress(file) for file in staging.iterdir()):
+                    logger.info("what was written is kept in %s; remove it to give up", work)
+                else:
                     _remove(work)
     except OSError as error:
         raise _write_error(out, error) from error
 
 
 @contextmanager
-def _locked(work: Path, out: Path) -> Iterator[None]:
-    """Hold the lock on a working directory, which is made if it is absent."""
+def _locked(work: Path, out: Path) -> Iterator[Callable[[], bool]]:
+    """Hold the lock on a working directory, which is made if it is absent; gives whether it is held still."""
     lock = work / "lock"
     while True:
         work.mkdir(parents=True, exist_ok=True)
         try:
+            _require_own(work)
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
         except FileNotFoundError:
             continue  # another writer has just finished and removed the directory
@@ -217,10 +370,17 @@ def _locked(work: Path, out: Path) -> Iterator[None]:
                 raise CheckpointError(f"{out} is being written by another process") from None
             if not _is_same(descriptor, lock):
                 continue
-            yield
+            yield partial(_is_same, descriptor, lock)
             return
         finally:
             os.close(descriptor)
+
+
+def _require_own(work: Path) -> None:
+    """Refuse a directory that was not made here: a writer's own has a lock as its first and last file."""
+    names = set(os.listdir(work))
+    if work.is_symlink() or (names and not {"lock"} <= names <= _WORK_NAMES):
+        raise CheckpointError(f"{work} is in the way, and nothing that an earlier run left; rename it")
 
 
 def _is_same(descriptor: int, path: Path) -> bool:
@@ -233,6 +393,7 @@ def _is_same(descriptor: int, path: Path) -> bool:
 
 def _prepare(work: Path, staging: Path, plan: object, resume: bool) -> None:
     """Leave in `work` what an earlier run with the same plan wrote, or nothing but the plan."""
+    shutil.rmtree(work / "replaced", ignore_errors=True)
     file, text = work / "plan.json", json.dumps(plan, sort_keys=True)
     stored = file.read_bytes() if file.is_file() else b""
     if resume and staging.is_dir() and stored == text.encode():
@@ -253,19 +414,36 @@ def _is_progress(file: Path) -> bool:
     return file.suffix in (".safetensors", ".part") or file.name == _JOURNAL
 
 
-def _replace(target: Path, staging: Path, old: Path) -> None:
-    """Put `staging` in `target`'s place; if that fails, what was there returns."""
-    if old.exists():
-        shutil.rmtree(old)
-    if target.exists():
-        target.rename(old)
+def _put_back(target: Path, earlier: Path, is_ours: Callable[[Path], bool]) -> None:
+    """Undo the first rename of a run that died before its second one, or finish what it did after that."""
+    if not os.path.lexists(earlier):
+        return
+    if not is_ours(earlier):
+        raise CheckpointError(f"{earlier} is in the way, and nothing that an earlier run left; rename it")
+    if not target.exists() or not any(target.iterdir()):
+        earlier.rename(target)
+        logger.info("%s: put back, from where an earlier run had moved it", target)
+    elif is_ours(target):  # the run died after its second rename
+        shutil.rmtree(earlier)
+        logger.info("%s: removed what an earlier run had replaced", earlier)
+
+
+def _replace(target: Path, staging: Path, earlier: Path) -> None:
+    """Put `staging` in `target`'s place; what was there is `earlier` meanwhile, and returns if that fails."""
+    if target.exists() and any(target.iterdir()):
+        target.rename(earlier)
     try:
         staging.rename(target)
-    except OSError:
-        if old.exists():
-            old.rename(target)
+    except BaseException:
+        if earlier.exists() and not target.exists():
+            earlier.rename(target)
         raise
     _sync(target.parent)
+    if earlier.exists():
+        try:
+            earlier.rename(staging.with_name("replaced"))
+        except OSError as error:  # the new output is in place, whatever becomes of the old one
+            logger.warning("%s is what was replaced and cannot be removed (%s); remove it", earlier, error)
 
 
 def _remove(work: Path) -> None:
@@ -314,6 +492,9 @@ def _write_file(
     def after(stream: BinaryIO, count: int) -> None:
         nonlocal unsynced
         unsynced += file.tensors[count - 1].nbytes
+        is_last = count == len(file.tensors)
+        if (is_last or unsynced >= _SYNC_BYTES) and not _is_same(stream.fileno(), part):
+            raise CheckpointError(f"{part} was removed while it was written; run it again")
         if unsynced >= _SYNC_BYTES:
             stream.flush()
             os.fsync(stream.fileno())
@@ -409,8 +590,8 @@ def verify_files(
     """Read the files in `directory` back and compare names, dtypes, shapes and every byte of data.
 
     The pieces are made again, so that what a conversion wrote is compared with a second conversion. A file
-    that differs is removed, lest a later run goes on with it. advance: called with the number of bytes after
-    each piece. Raises `CheckpointError` naming file and tensor.
+    that differs, or cannot be read, is removed, lest a later run goes on with it. advance: called with the
+    number of bytes after each piece. Raises `CheckpointError` naming file and tensor.
     """
     written = Checkpoint(directory)
     expected = {tensor.name for file in files for tensor in file.tensors}
@@ -420,9 +601,13 @@ def verify_files(
     for file in files:
         try:
             _verify_file(directory / file.name, file, advance)
-        except CheckpointError:
+        except (_Difference, OSError):  # and not what stopped the second conversion
             (directory / file.name).unlink(missing_ok=True)
             raise
+
+
+class _Difference(CheckpointError):
+    """A written file is not what was to be written."""
 
 
 def _verify_file(path: Path, file: NewFile, advance: Callable[[int], None]) -> None:
@@ -431,17 +616,17 @@ def _verify_file(path: Path, file: NewFile, advance: Callable[[int], None]) -> N
     found = {name: (stored.dtype, stored.shape) for name, stored in header.items()}
     if found != file.entries:
         names = [name for name in sorted(found | file.entries) if found.get(name) != file.entries.get(name)]
-        raise CheckpointError(f"{path} holds other tensors than planned: {shorten(names)}")
+        raise _Difference(f"{path} holds other tensors than planned: {shorten(names)}")
     with path.open("rb") as stream:
         for tensor in file.tensors:
             stream.seek(header[tensor.name].begin)
             for piece in tensor.pieces():
                 data = stream.read(memoryview(piece).nbytes)
                 if data != piece:
-                    raise CheckpointError(f"{path}: {tensor.name} differs from what was to be written")
+                    raise _Difference(f"{path}: {tensor.name} differs from what was to be written")
                 advance(len(data))
             if stream.tell() != header[tensor.name].end:
-                raise CheckpointError(f"{path}: {tensor.name} is longer than what was to be written")
+                raise _Difference(f"{path}: {tensor.name} is longer than what was to be written")
 
 
 def _forget_cached(path: Path) -> None:
@@ -466,29 +651,38 @@ def write_description(
 def other_files(source: Path) -> list[Path]:
     """Tokenizer, remote code, generation config and the like: all files of a directory without weights.
 
-    config.json, which a writer makes anew, is none of them, nor are folders. Raises `CheckpointError` for a
-    link to nothing, as in a download that is not complete.
+    config.json and records, which a writer makes anew, are none of them, nor are folders. Raises
+    `CheckpointError` for a link to nothing, as in a download that is not complete.
     """
-    files = [
-        file
-        for file in sorted(source.iterdir())
-        if not file.is_dir()
-        and file.suffix not in _WEIGHT_SUFFIXES
-        and not file.name.endswith(".index.json")
-        and file.name != "config.json"
-    ]
-    broken = [file.name for file in files if not file.exists()]
-    if broken:
-        raise CheckpointError(f"{source} holds links to files that do not exist: {shorten(broken)}")
-    return [file for file in files if file.is_file()]
+    own = {"config.json", _JOURNAL, *RECORDS.values()}
+    with _as_sentence(f"{source} cannot be read"):
+        files = [
+            file
+            for file in sorted(source.iterdir())
+            if not file.is_dir()
+            and file.suffix not in _WEIGHT_SUFFIXES
+            and not file.name.endswith(".index.json")
+            and file.name not in own
+        ]
+        broken = [file.name for file in files if not file.exists()]
+        if broken:
+            raise CheckpointError(f"{source} holds links to files that do not exist: {shorten(broken)}")
+        return [file for file in files if file.is_file()]
 
 
-def copy_other_files(source: Path, directory: Path) -> int:
-    """Copy `other_files`; returns how many there were."""
-    files = other_files(source)
+def copy_files(files: Iterable[Path], directory: Path) -> None:
+    """Copy files into a directory; raises `CheckpointError` naming one that cannot be read."""
     for file in files:
-        shutil.copyfile(file, directory / file.name)
-    return len(files)
+        with (directory / file.name).open("wb") as stream:
+            for piece in _pieces_of(file):
+                stream.write(piece)
+
+
+def _pieces_of(file: Path) -> Iterator[bytes]:
+    """A file's bytes in pieces of a MiB."""
+    with _as_sentence(f"{file} cannot be read"), file.open("rb") as stream:
+        while piece := stream.read(1 << 20):
+            yield piece
 
 
 def _write_error(path: Path, error: OSError) -> CheckpointError:

@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 import time
+from types import TracebackType
 
 logger = logging.getLogger(__name__)
 
@@ -18,17 +19,30 @@ class Progress:
     """Counts bytes from any number of threads and reports GB and GB/s to stderr.
 
     label: what is being done ("loading DeepSeek-V3"). total: bytes expected. shown: False keeps it silent.
+    As a context it closes itself; after an error it only ends its line, so that the error has one of its own.
     """
 
     def __init__(self, label: str, total: int, *, shown: bool = True) -> None:
         self._label = label
         self._total = total
         self._shown = shown
-        self._terminal = sys.stderr.isatty()
+        self._terminal = sys.stderr is not None and sys.stderr.isatty()  # a daemon may have none
         self._done = 0
         self._start = time.monotonic()
         self._next = self._start + (0.0 if self._terminal else _LOG_INTERVAL)
         self._lock = threading.Lock()
+        self._line_is_open = False
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif self._line_is_open:
+            sys.stderr.write("\n")
 
     @property
     def seconds(self) -> float:
@@ -59,6 +73,7 @@ class Progress:
             bar = "#" * int(share * _BAR_WIDTH / 100)
             sys.stderr.write(f"\r{self._label} [{bar:{_BAR_WIDTH}}] {text}\x1b[K{end}")
             sys.stderr.flush()
+            self._line_is_open = not end
         else:
             logger.info("%s: %s", self._label, text)
 

@@ -7,9 +7,7 @@ and not zero, and norms differ from one, so that a loader which mixes up tensors
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -23,28 +21,25 @@ from nextn.config import ModelConfig
 from nextn.errors import CheckpointError
 from nextn.kernels.ref.gemm import FP8, Block, scale_shape
 from nextn.models.checkpoint import shorten
-from nextn.models.conversion import (
-    Quantized,
-    corrected_config,
-    quantizable,
-    serial_operations,
-    tensor_bytes_of,
-)
+from nextn.models.conversion import Quantized, bytes_of, corrected_config, quantizable
 from nextn.models.dummy import tensor_seed, weight_std
 from nextn.models.fp8 import quantize_blocks
 from nextn.models.output import (
     SHARD_BYTES,
     NewTensor,
+    copy_files,
     describe_plan,
     output_directory,
     plan_files,
+    refuse_output,
+    serial_operations,
     write_description,
     write_files,
 )
 from nextn.models.progress import Progress
 from nextn.models.reader import DTYPES
 from nextn.models.specs import TensorSpec
-from nextn.models.weights import NEXTN_COPIES, layer_prefix, meta_models
+from nextn.models.weights import copy_names, meta_models
 
 StoredAs = Literal["fp8", "bf16", "fp32"]
 
@@ -54,7 +49,7 @@ SMALL = 1 << 20
 
 _POOL_COLUMNS = 1 << 16
 _GAIN = 0.03
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "merges*")
 
 
@@ -71,11 +66,11 @@ def write_random_checkpoint(
 ) -> None:
     """Write config.json, shards and index (one file needs no index) as the new or empty directory `out`.
 
-    config: the contents of config.json; written unchanged but for quantization_config, which follows
-    `stored_as`. shard_size: most bytes a shard (a larger tensor gets one of its own). nextn_copies: also
-    write the NextN layer's copies of the embedding and the head. tokenizer: directory whose tokenizer files
-    are copied. Memory: some 100 MB, whatever the model. An interrupted run is gone on with by the next one.
-    Raises `CheckpointError`.
+    config: the contents of config.json; written unchanged but for quantization_config and torch_dtype, which
+    follow `stored_as`. shard_size: most bytes a shard (a larger tensor gets one of its own). nextn_copies:
+    also write the NextN layer's copies of the embedding and the head. tokenizer: directory whose tokenizer
+    files are copied. Memory: some 100 MB, whatever the model. An interrupted run is gone on with by the next
+    one. Raises `CheckpointError`.
     """
     cfg = ModelConfig.from_dict(config)
     pool = _Pool(seed, cfg.weight_block_size)
@@ -127,21 +122,25 @@ def _write(
 ) -> None:
     """Write the tensors that `make` gives for each spec; seed: what decides their values, or None."""
     cfg = ModelConfig.from_dict(config)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} is not an empty directory; remove it or choose another")
+    if cfg.is_exported_draft:
+        raise CheckpointError("config.json describes an exported NextN layer; give that of a whole model")
+    refuse_output(out, force=False, is_ours=_is_never_replaced)
     others = find_tokenizer(tokenizer) if tokenizer is not None else []
     specs = plan_checkpoint(cfg, stored_as, nextn_copies=nextn_copies)
     files = plan_files((make(spec, tensors, cfg.weight_block_size) for spec, tensors in specs), shard_size)
     meter = Progress(f"writing {out.name}", sum(file.nbytes for file in files), shown=progress)
-    plan = describe_plan(files, (), seed=seed, config=dict(config), stored_as=stored_as)
+    plan = describe_plan(files, {}, seed=seed, config=dict(config), stored_as=stored_as)
+    dtype = "float32" if stored_as == "fp32" else "bfloat16"
     resume = seed is not None
-    output = output_directory(out, plan=plan, force=False, is_ours=lambda path: False, resume=resume)
-    with serial_operations(), output as staging:
+    output = output_directory(out, plan=plan, force=False, is_ours=_is_never_replaced, resume=resume)
+    with serial_operations(), output as staging, meter:
+        copy_files(others, staging)
         write_files(staging, files, meter.advance)
-        write_description(staging, files, _config_for(config, stored_as))
-        for file in others:
-            shutil.copyfile(file, staging / file.name)
-    meter.close()
+        write_description(staging, files, corrected_config(config, has_fp8=stored_as == "fp8", dtype=dtype))
+
+
+def _is_never_replaced(directory: Path) -> bool:
+    return False
 
 
 def plan_checkpoint(
@@ -157,9 +156,7 @@ def plan_checkpoint(
     if nextn is None:
         return plan
     if nextn_copies:
-        originals = ("model.embed_tokens.weight", "lm_head.weight")
-        prefix = layer_prefix(cfg.nextn_layer)
-        copies = {name: prefix + copy for name, copy in zip(originals, NEXTN_COPIES, strict=True)}
+        copies = {own: copy for copy, own in copy_names(cfg.nextn_layer).items()}
         plan += [
             (spec, {copies[spec.name]: tensors[spec.name]}) for spec, tensors in plan if spec.name in copies
         ]
@@ -194,7 +191,7 @@ class _Values:
             yield quantize_blocks(rows, self._block_size)
 
 
-def _new_tensors(spec: TensorSpec, tensors: Mapping[str, Tensor], values: _Values) -> list[NewTensor]:
+def _stored_tensors(spec: TensorSpec, tensors: Mapping[str, Tensor], values: _Values) -> list[NewTensor]:
     """The tensors that one spec has on disk, all of the same values."""
     if spec.scale_name in tensors:
         quantized = Quantized(values.blocks)
@@ -206,10 +203,10 @@ def _new_tensors(spec: TensorSpec, tensors: Mapping[str, Tensor], values: _Value
 
     def pieces(dtype: torch.dtype) -> Iterator[memoryview]:
         for rows in values.rows():
-            yield tensor_bytes_of(rows.to(dtype))
+            yield bytes_of(rows.to(dtype))
 
     return [
-        NewTensor(name, _CODES[empty.dtype], spec.shape, partial(pieces, empty.dtype))
+        NewTensor(name, CODES[empty.dtype], spec.shape, partial(pieces, empty.dtype))
         for name, empty in tensors.items()
     ]
 
@@ -226,9 +223,11 @@ def _given_tensors(
                 f"{spec.name} is given as {weight.dtype} {list(weight.shape)}; it must be a float tensor "
                 f"{list(spec.shape)}"
             )
+        if not weight.isfinite().all():
+            raise CheckpointError(f"{spec.name} is given with values that are not finite")
         return weight
 
-    return _new_tensors(spec, tensors, _Values(make, block_size))
+    return _stored_tensors(spec, tensors, _Values(make, block_size))
 
 
 def _random_tensors(
@@ -236,14 +235,14 @@ def _random_tensors(
 ) -> list[NewTensor]:
     """Random values for the tensors that one spec has on disk."""
     if math.prod(spec.shape) > SMALL and pool.can_fill(spec):
-        return _new_tensors(spec, tensors, _Patchwork(spec, pool, seed))
+        return _stored_tensors(spec, tensors, _Patchwork(spec, pool, seed))
 
     def make() -> Tensor:
         generator = torch.Generator().manual_seed(tensor_seed(seed, spec.name))
         values = torch.empty(spec.shape).normal_(generator=generator)
         return 1.0 + NORM_STD * values if spec.kind == "norm" else weight_std(spec) * values
 
-    return _new_tensors(spec, tensors, _Values(make, block_size))
+    return _stored_tensors(spec, tensors, _Values(make, block_size))
 
 
 class _Pool:
@@ -330,11 +329,6 @@ class _Patchwork(_Values):
         return (self._pool.values[:height, columns] * rows).mul_(1.0 - 2.0 * patch.flip_columns)
 
 
-def _config_for(config: Mapping[str, Any], stored_as: StoredAs) -> dict[str, Any]:
-    result = corrected_config(config, has_fp8=stored_as == "fp8", store_as="keep")
-    return result | {"torch_dtype": "float32" if stored_as == "fp32" else "bfloat16"}
-
-
 def _difference(names: Set[str], given: Set[str]) -> str:
     """Which of the model's tensors are not given, and which given ones are none of them."""
     parts = [("missing", sorted(names - given)), ("not the model's", sorted(given - names))]
@@ -347,15 +341,3 @@ def find_tokenizer(source: Path) -> list[Path]:
     if not files:
         raise CheckpointError(f"{source} holds no tokenizer files")
     return files
-
-
-def read_config(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`, which may be a config.json or a directory that holds one."""
-    path = file / "config.json" if file.is_dir() else file
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
-    return config

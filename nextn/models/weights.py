@@ -127,6 +127,12 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
+def copy_names(layer: int) -> dict[str, str]:
+    """Names of the copies that layer `layer` may have, and of the target's tensors that they repeat."""
+    originals = ("model.embed_tokens.weight", "lm_head.weight")
+    return {layer_prefix(layer) + copy: own for copy, own in zip(NEXTN_COPIES, originals, strict=True)}
+
+
 def require_layer(path: Path, layer: int) -> None:
     """Refuse a checkpoint that announces a NextN layer and was shipped without any tensor of it."""
     prefix = layer_prefix(layer)
@@ -179,8 +185,14 @@ def _find_draft(model_dir: Path | None, cfg: ModelConfig, config: EngineConfig) 
     draft = ModelConfig.from_dir(path)
     if not draft.is_exported_draft and not draft.has_nextn:
         raise CheckpointError(f"{path} has no NextN layer to draft with (num_nextn_predict_layers is 0)")
+    if draft.weight_block_size != cfg.weight_block_size and not _has_scales(path):
+        draft = replace(draft, weight_block_size=cfg.weight_block_size)  # there is nothing in blocks
     check_draft_config(cfg, draft, path)
     return _Draft(path, draft.nextn_layer, draft.is_exported_draft)
+
+
+def _has_scales(path: Path) -> bool:
+    return any(name.endswith("_scale_inv") for name in Checkpoint(path).names())
 
 
 def _keeps_fp8(keep: bool, cfg: ModelConfig, model_dir: Path, draft: _Draft | None) -> tuple[bool, bool]:
@@ -212,7 +224,7 @@ def _load(models: Models, model_dir: Path, draft: _Draft | None, progress: bool)
     require_layer(draft.path, draft.layer)
     extra = list(nextn_specs(models.nextn, cfg, draft.layer))
     prefix = layer_prefix(draft.layer)
-    copies = {prefix + name for name in NEXTN_COPIES}
+    copies = copy_names(draft.layer)
     if draft.path.resolve() == model_dir.resolve():
         _read(model_dir, specs + extra, lambda name: name in copies, models, progress)
         return

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -18,9 +19,21 @@ from nextn.models.deepseek import DeepseekModel
 from nextn.models.mtp import NextN
 from nextn.models.specs import TensorSpec
 
+OTHER_FILES = {"tokenizer.json": "{}", "modeling_deepseek.py": "# code", "generation_config.json": "{}"}
+"""What lies beside the weights of a checkpoint, by name."""
+
 DATA = Path(__file__).parent.parent / "data"
 Tensors = dict[str, Tensor]
 Loaded = dict[str, tuple[Tensor, Tensor | None]]
+
+
+@pytest.fixture(autouse=True)
+def small_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a reader little memory of its own, in a module that imports this.
+
+    Its pages cost nothing unused, but tests fill all new memory.
+    """
+    monkeypatch.setattr("nextn.models.reader.KEPT_BYTES", 1 << 20)
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
@@ -41,6 +54,11 @@ def read_all(path: Path) -> Tensors:
     for file in sorted(path.glob("*.safetensors")):
         tensors |= load_file(file)
     return tensors
+
+
+def snapshot(directory: Path) -> dict[str, bytes]:
+    """A directory's files and their bytes."""
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
 def rewrite(source: Path, out: Path, change: Callable[[Tensors], None]) -> Path:

@@ -57,9 +57,9 @@ def write(
     salt: int = 0,
     count: int = 4,
 ) -> None:
-    """Write the directory `out`, with a journal entry after every tensor."""
-    files, output._SYNC_BYTES = small_files(made, salt, count), 1
-    plan = describe_plan(files, (), salt=salt)
+    """Write the directory `out`."""
+    files = small_files(made, salt, count)
+    plan = describe_plan(files, {}, salt=salt)
     with output_directory(out, plan=plan, force=force, is_ours=is_output) as staging:
         write_files(staging, files)
         write_description(staging, files, {"salt": salt})
@@ -89,6 +89,7 @@ def die_at(step: int) -> list[int]:
 
 
 if __name__ == "__main__":
+    output._SYNC_BYTES = 1  # a journal entry after every tensor
     calls = die_at(int(sys.argv[2]))
     write(Path(sys.argv[1]), count=2, force=True)
     print(*calls)

@@ -23,27 +23,34 @@ from torch import Tensor
 
 from nextn.config import ModelConfig
 from nextn.errors import CheckpointError
-from nextn.models import export, output
+from nextn.models import checkpoint, export, output
 from nextn.models.checkpoint import INDEX_NAME, Checkpoint, StoredTensor, write_index
+from nextn.models.convert import convert_checkpoint
 from nextn.models.export import export_nextn, find_nextn, main
+from nextn.models.output import RECORDS
 from nextn.models.progress import Progress
 from nextn.models.random_checkpoint import StoredAs, plan_checkpoint, write_random_checkpoint
 from tests.compare import assert_close
-from tests.models.checkpoints import DATA, Tensors, read_all, reference, rewrite, small_config, write
+from tests.models.checkpoints import (  # noqa: F401 - small_readers serves by being here
+    DATA,
+    OTHER_FILES,
+    Tensors,
+    read_all,
+    reference,
+    rewrite,
+    small_config,
+    small_readers,
+    snapshot,
+    write,
+)  # fmt: skip
 from tests.models.test_families import build, states, with_e8m0_bytes, with_mixed_dtypes
 from tests.models.test_loader import opened_files, rss
 
 WEIGHTS = "nextn_layer_parameters.safetensors"
+RECORD = RECORDS["nextn-export"]
 PREFIX = "model.layers.2."
 DRAFT = "model.layers.0."
 MIB = 1 << 20
-OTHER_FILES = {"tokenizer.json": "{}", "modeling_deepseek.py": "# code", "generation_config.json": "{}"}
-
-
-@pytest.fixture(autouse=True)
-def small_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give a reader little memory of its own: its pages cost nothing unused, but here all are poisoned."""
-    monkeypatch.setattr("nextn.models.reader.KEPT_BYTES", MIB)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +119,7 @@ def test_config_and_index_have_the_known_layout(source: Path, tmp_path: Path) ->
 def test_other_files_are_copied_and_weights_are_not(source: Path, tmp_path: Path) -> None:
     """Tokenizer, code and generation config come along; weights of any format and folders do not."""
     report = run(source, tmp_path / "out")
-    own = {WEIGHTS, "config.json", "model.safetensors.index.json"}
+    own = {WEIGHTS, RECORD, "config.json", "model.safetensors.index.json"}
     assert {file.name for file in (tmp_path / "out").iterdir()} == own | OTHER_FILES.keys()
     assert all((tmp_path / "out" / name).read_text() == text for name, text in OTHER_FILES.items())
     assert report.copied_files == len(OTHER_FILES)
@@ -198,9 +205,9 @@ def test_any_layer_is_exported_in_any_dtype(stored: Path, tmp_path: Path, dtype:
     assert report.fp8_tensors == sum(tensor.dtype == torch.float8_e4m3fn for tensor in actual.values())
 
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert ("quantization_config" in config) == report.kept_quantization == (report.fp8_tensors > 0)
+    assert ("quantization_config" in config) == (report.fp8_tensors > 0)
     anew = dtype == "fp8" and any(name not in before for name in actual)
-    assert ("scale_fmt" in config.get("quantization_config", {})) == (report.kept_quantization and not anew)
+    assert ("scale_fmt" in config.get("quantization_config", {})) == (report.fp8_tensors > 0 and not anew)
     assert dtype == "keep" or config["torch_dtype"] == "bfloat16"
     own, drafted = states(build(stored))[1], states(build(stored, tmp_path / "out"))[1]
     assert own is not None
@@ -215,11 +222,8 @@ def test_a_dtype_that_the_layer_has_changes_no_byte(source: Path, tmp_path: Path
     """FP8 from FP8 is a copy: weights, scales, config.json and index."""
     run(source, tmp_path / "keep")
     run(source, tmp_path / "fp8", dtype="fp8")
-    assert contents(tmp_path / "fp8") == contents(tmp_path / "keep")
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in directory.iterdir()}
+    changed = dict(snapshot(tmp_path / "fp8").items() ^ snapshot(tmp_path / "keep").items())
+    assert changed.keys() == {RECORD}
 
 
 def test_lists_of_plain_modules_speak_of_the_drafts_layer(source: Path, tmp_path: Path) -> None:
@@ -396,7 +400,7 @@ def test_full_size_exports_have_the_known_sizes(tmp_path: Path, stored_as: Store
         "bf16": plain,
     }
     for dtype, figures in known.items():
-        tensors = [tensor for item in items for tensor in export._new_tensors(item, cfg, dtype)]
+        tensors = [tensor for item in items for tensor in export._layer_tensors(item, cfg, dtype)]
         assert (len(tensors), sum(tensor.nbytes for tensor in tensors)) == figures
 
 
@@ -446,34 +450,39 @@ def test_models_without_a_layer_and_exports_are_refused(source: Path, tmp_path: 
         run(tmp_path / "once", tmp_path / "twice")
 
 
-def test_an_output_that_holds_something_is_kept(source: Path, tmp_path: Path) -> None:
-    """A filled directory is refused; --force replaces an earlier export whole, and nothing else."""
+def test_only_an_earlier_export_is_replaced(source: Path, tmp_path: Path) -> None:
+    """A folder is no export because a file in it has a draft's name; --force replaces what has the record."""
     out = tmp_path / "out"
     out.mkdir()
-    (out / "diary.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="is not empty; --force"):
-        run(source, out)
-    with pytest.raises(CheckpointError, match="is not an earlier output"):
-        run(source, out, force=True)
-    assert (out / "diary.txt").read_text() == "mine"
-    (out / "diary.txt").unlink()
-    run(source, out)  # an empty directory is welcome
+    (out / "thesis.txt").write_text("mine")
+    (out / WEIGHTS).write_bytes(b"")
+    for record in (None, "", "[]", '{"source": "x"}'):
+        if record is not None:
+            (out / RECORD).write_text(record)
+        before = snapshot(out)
+        with pytest.raises(CheckpointError, match="is not an earlier output"):
+            run(source, out, force=True)
+        assert snapshot(out) == before
+    shutil.rmtree(out)
+    run(source, out)
+    assert json.loads((out / RECORD).read_text()) == {"source": "source", "stored_as": "keep"}
     (out / "stale.txt").write_text("old")
-    with pytest.raises(CheckpointError, match="is not empty"):
+    with pytest.raises(CheckpointError, match="is not empty; --force"):
         run(source, out)
     run(source, out, force=True)
     assert not (out / "stale.txt").exists()
-    assert [file.name for file in tmp_path.iterdir()] == ["out"]
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="is not a directory"):
-        run(source, tmp_path / "file")
-
-
-@pytest.mark.parametrize("where", [".", "inside", ".."])
-def test_output_and_input_do_not_contain_each_other(source: Path, where: str) -> None:
-    """Writing into, onto or around the source is refused."""
     with pytest.raises(CheckpointError, match="must lie outside"):
-        run(source, source / where, force=True)
+        run(source, source / "inside", force=True)
+
+
+def test_a_draft_of_a_converted_checkpoint_is_no_conversion(source: Path, tmp_path: Path) -> None:
+    """Records are not copied, so that neither command replaces what the other one wrote."""
+    convert_checkpoint(source, tmp_path / "converted", "bf16", progress=False)
+    run(tmp_path / "converted", tmp_path / "out")
+    assert (tmp_path / "converted" / RECORDS["nextn-convert"]).exists()
+    assert not (tmp_path / "out" / RECORDS["nextn-convert"]).exists()
+    with pytest.raises(CheckpointError, match="is not an earlier output"):
+        convert_checkpoint(source, tmp_path / "out", "bf16", force=True, progress=False)
 
 
 def test_a_failed_write_leaves_the_earlier_export(
@@ -482,7 +491,7 @@ def test_a_failed_write_leaves_the_earlier_export(
     """The disk fills up in the middle: the error is a sentence, and what was there before still is."""
     out = tmp_path / "out"
     run(source, out)
-    before = contents(out)
+    before = snapshot(out)
 
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
@@ -491,28 +500,17 @@ def test_a_failed_write_leaves_the_earlier_export(
         patch.setattr(Progress, "advance", full)
         with pytest.raises(CheckpointError, match=r"cannot be written: .*No space left on device.* are free"):
             run(source, out, force=True)
-    assert contents(out) == before
+    assert snapshot(out) == before
     run(source, out, force=True, verify=True)
-    assert contents(out) == before
+    assert snapshot(out) == before
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_disk_that_is_too_small_is_known_before_anything_is_written(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both figures are in the sentence."""
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**5))
-    with pytest.raises(CheckpointError, match=r"needs \d\.\d\d MB more, and 0\.10 MB are free"):
-        run(source, tmp_path / "out")
-    assert not list(tmp_path.iterdir())
 
 
 def test_verify_finds_a_flipped_bit_and_nobody_goes_on_with_it(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A byte that changed on its way to the disk fails the export; the next run writes the file anew."""
-    write = export.write_files
+    write = output.write_files
 
     def flip(staging: Path, *args: Any) -> None:
         write(staging, *args)
@@ -521,37 +519,13 @@ def test_verify_finds_a_flipped_bit_and_nobody_goes_on_with_it(
         (staging / WEIGHTS).write_bytes(data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "write_files", flip)
+        patch.setattr(output, "write_files", flip)
         with pytest.raises(CheckpointError, match=rf"{WEIGHTS}: model\.layers\.0\..* differs"):
             run(source, tmp_path / "out", verify=True)
     assert not (tmp_path / "out").exists()
     run(source, tmp_path / "out")
     run(source, tmp_path / "again")
-    assert contents(tmp_path / "out") == contents(tmp_path / "again")
-
-
-def test_a_failed_replacement_puts_the_earlier_export_back(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When the new directory cannot take its place after the old one has left it, the old one returns."""
-    out = tmp_path / "out"
-    run(source, out)
-    (out / "stale.txt").write_text("old")
-    before = contents(out)
-    rename = Path.rename
-
-    def refuse(path: Path, target: Path) -> Path:
-        if path.name == "output":
-            raise OSError(16, "Device or resource busy")
-        return rename(path, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", refuse)
-        with pytest.raises(CheckpointError, match="Device or resource busy"):
-            run(source, out, force=True)
-    assert contents(out) == before
-    run(source, out, force=True)
-    assert contents(out) == {name: data for name, data in before.items() if name != "stale.txt"}
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "again")
 
 
 # Runs that are cut off
@@ -580,13 +554,13 @@ def cut_at(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     def step(*args: Any, **options: Any) -> Any:
         raise Cut
 
-    return lambda patch: patch.setattr(output if name.startswith("_") else export, name, step)
+    return lambda patch: patch.setattr(output, name, step)
 
 
 CUTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], float]] = {
     "at the first byte": (lambda patch: cut_after_bytes(patch, 0), 0.0),
     "within the weights": (lambda patch: cut_after_bytes(patch, 1_000_000), 0.5),
-    "before the other files": (cut_at("copy_other_files"), 1.0),
+    "before the other files": (cut_at("copy_files"), 0.0),
     "before config.json": (cut_at("write_description"), 1.0),
     "before the comparison": (cut_at("verify_files"), 1.0),
     "before the last look at the source": (cut_at("require_unchanged"), 1.0),
@@ -625,7 +599,7 @@ def test_a_run_that_was_cut_off_is_gone_on_with(
     read.clear()
     run(source, tmp_path / "out")
     assert len(read) <= (1 - least) * total
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
     assert {file.name for file in tmp_path.iterdir()} == {"out", "whole"}
 
 
@@ -653,7 +627,7 @@ def test_what_another_plan_wrote_is_not_gone_on_with(
     read.clear()
     run(model, tmp_path / "out", verify=True)
     run(model, tmp_path / "whole")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
     assert read.count(PREFIX + "mlp.experts.1.up_proj.weight") == 3  # written, compared, and written again
 
 
@@ -664,20 +638,85 @@ def test_a_source_that_changes_meanwhile_is_not_exported(
     model = tmp_path / "model"
     shutil.copytree(source, model)
     shard = model / sorted(shards_with_layer(source))[0]
-    copy = export.copy_other_files
+    copy = output.copy_files
 
-    def touch(*args: Path) -> int:
+    def touch(*args: Any) -> None:
         os.utime(shard)
-        return copy(*args)
+        copy(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "copy_other_files", touch)
+        patch.setattr(output, "copy_files", touch)
         with pytest.raises(
             CheckpointError, match=rf"changed while they were read: .*{shard.name}; run it again"
         ):
             run(model, tmp_path / "out", verify=True)
     assert not (tmp_path / "out").exists()
     run(model, tmp_path / "out", verify=True)
+
+
+@pytest.mark.parametrize("kind", ["header", "index", "config"])
+def test_a_source_that_changes_right_after_it_was_read_is_not_exported(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """What was read is older than the plan: offsets would be stale, and a comparison would agree."""
+    model = tmp_path / "model"
+    shutil.copytree(source, model)
+    owner, name = {
+        "header": (checkpoint, "read_header"),
+        "index": (checkpoint, "_read_index"),
+        "config": (output, "read_config"),
+    }[kind]
+    read, changed = getattr(owner, name), []
+
+    def then_changed(file: Path) -> Any:
+        result = read(file)
+        if file.parent == model and not changed:
+            file.write_bytes(file.read_bytes())
+            changed.append(file.name)
+        return result
+
+    monkeypatch.setattr(owner, name, then_changed)
+    with pytest.raises(CheckpointError, match="changed while they were read") as caught:
+        run(model, tmp_path / "out", verify=True)
+    assert changed[0] in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_file_that_cannot_be_read_is_named_before_weights_are_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault is the source's, and known before hours of work."""
+    plain, written = Path.open, []
+
+    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+        if path == source / "tokenizer.json":
+            raise PermissionError(13, "Permission denied")
+        return plain(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Progress, "advance", lambda meter, nbytes: written.append(nbytes))
+    with pytest.raises(CheckpointError, match=r"source/tokenizer\.json cannot be read: .*Permission denied"):
+        run(source, tmp_path / "out")
+    assert not written
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_link_into_the_output_is_no_source(source: Path, tmp_path: Path) -> None:
+    """What --force replaces would be what is read."""
+    run(source, tmp_path / "out")
+    shutil.copytree(source, tmp_path / "linked")
+    (tmp_path / "linked" / "notes.txt").symlink_to(tmp_path / "out" / "tokenizer.json")
+    with pytest.raises(CheckpointError, match=r"out holds what is read: .*notes\.txt"):
+        run(tmp_path / "linked", tmp_path / "out", force=True)
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_seconds_are_those_of_writing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison is not counted in."""
+    compared: list[bool] = []
+    monkeypatch.setattr(output, "verify_files", lambda *args: compared.append(True))
+    monkeypatch.setattr(Progress, "seconds", property(lambda meter: 100.0 if compared else 1.0))
+    assert run(source, tmp_path / "out", verify=True).seconds == 1.0
 
 
 def test_a_killed_command_is_gone_on_with(source: Path, tmp_path: Path) -> None:
@@ -699,7 +738,7 @@ def test_a_killed_command_is_gone_on_with(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     assert main([*arguments, "--verify"]) == 0
     run(source, tmp_path / "whole")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("dtype", ["keep", "bf16"])
@@ -707,14 +746,14 @@ def test_a_source_that_cannot_be_read_is_named(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any
 ) -> None:
     """The fault is the source's, and the sentence says so, although it came up while a file was written."""
-    model, write = tmp_path / "model", export.write_files
+    model, write = tmp_path / "model", output.write_files
     shutil.copytree(source, model)
 
     def without_source(*args: Any) -> None:
         shutil.rmtree(model)
         write(*args)
 
-    monkeypatch.setattr(export, "write_files", without_source)
+    monkeypatch.setattr(output, "write_files", without_source)
     with pytest.raises(CheckpointError, match=r"model-\S+\.safetensors cannot be read at model\.layers\.2\."):
         run(model, tmp_path / "out", dtype=dtype)
     assert not (tmp_path / "out").exists()

@@ -126,6 +126,15 @@ def test_values_survive_quantising_within_half_a_step(rows: int, columns: int, b
     assert codes.float().abs().max() == FP8_MAX
 
 
+@pytest.mark.parametrize("value", [2.0**-149, 1e-44, 3e-43, 1e-40])
+def test_values_too_small_for_a_scale_stay_finite(value: float) -> None:
+    """Where largest / 448 is 0 in float32, the smallest float32 is the scale."""
+    codes, scale = quantize_blocks(torch.tensor([[value, 0.0]]), (1, 2))
+    assert scale > 0
+    error = dequantize_blocks(codes, scale, (1, 2), torch.float64) - torch.tensor([[value, 0.0]]).double()
+    assert (error.abs() <= value / 2).all()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_becomes_nan_codes(bad: float) -> None:
     """Damage stays visible: a block with a NaN or an infinity holds a NaN code afterwards."""

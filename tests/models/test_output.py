@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
+import fcntl
+import io
 import os
 import shutil
 import subprocess
@@ -18,20 +21,26 @@ from safetensors import safe_open
 
 from nextn.errors import CheckpointError
 from nextn.models import output
-from nextn.models.checkpoint import lay_out, read_header, write_tensors
+from nextn.models.checkpoint import lay_out, read_header, stamp_of, write_tensors
 from nextn.models.output import (
+    RECORDS,
+    SHARD_BYTES,
     NewFile,
     NewTensor,
-    copy_other_files,
+    copy_files,
     describe_plan,
+    other_files,
     output_directory,
+    parse_size,
     plan_files,
     refuse_overlap,
     require_unchanged,
     verify_files,
     write_files,
 )
+from nextn.models.progress import Progress
 from tests.models import output_job
+from tests.models.checkpoints import snapshot
 from tests.models.output_job import is_output, small_files
 
 ROOT = Path(__file__).parent.parent.parent
@@ -42,10 +51,6 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F8_E4M3": 1}
 def journal_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A journal entry after every tensor, here and in what tests call."""
     monkeypatch.setattr(output, "_SYNC_BYTES", 1)
-
-
-def snapshot(directory: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +140,25 @@ def test_pieces_are_asked_for_in_order_and_at_most_one_ahead(tmp_path: Path) -> 
     assert most[0] <= 2000
 
 
+# Commands
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1000", 1000), ("5KB", 5000), ("2M", 2 * 10**6), ("4gb", 4 * 10**9), ("4.3G", SHARD_BYTES)],
+)
+def test_sizes_are_decimal(text: str, size: int) -> None:
+    """A number and an optional unit; a whole count of bytes comes of it."""
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "GB", "-1", "1.5", "0.0001K", "1.GB", "3TB", "9" * 40 + ".5"])
+def test_other_sizes_are_refused(text: str) -> None:
+    """No guess is made about anything else."""
+    with pytest.raises(argparse.ArgumentTypeError):
+        parse_size(text)
+
+
 # Ends of the process
 
 
@@ -168,6 +192,10 @@ def test_a_process_killed_at_any_step_leaves_all_or_nothing_and_the_next_run_com
         assert run_job(out, step).returncode == 9
         state = snapshot(out) if out.exists() else None
         assert state in (None, new, old if replaces else None), step
+        if replaces and state is None:
+            assert snapshot(out.with_name(".out.earlier")) == old
+            if step % 2:
+                shutil.rmtree(out.with_name(".out.partial"))  # as one who gives up does
         output_job.write(out, force=replaces or state is not None, count=2)
         assert snapshot(out) == new, step
         assert [path.name for path in out.parent.iterdir()] == ["out"], step
@@ -230,11 +258,11 @@ def damage(change: Callable[[bytes], bytes], pattern: str) -> Callable[[Path], N
 
 
 def journal_of(name: str, count: int) -> Callable[[Path], None]:
-    return lambda work: output._write_journal(work / "output" / "journal.json", name, count)
+    return lambda work: output._write_journal(work / "output" / output._JOURNAL, name, count)
 
 
 PART = "output/*.part"
-JOURNAL = "output/journal.json"
+JOURNAL = f"output/{output._JOURNAL}"
 FIRST = "output/model-00001-of-00004.safetensors"
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "part truncated": damage(lambda data: data[:-1], PART),
@@ -280,7 +308,7 @@ def test_another_plan_begins_anew(tmp_path: Path, whole: dict[int, dict[str, byt
 def test_a_writer_may_refuse_to_go_on(tmp_path: Path) -> None:
     """For what no plan describes, an earlier run's work is discarded."""
     interrupted(tmp_path / "out")
-    plan = describe_plan(small_files(), (), salt=0)
+    plan = describe_plan(small_files(), {}, salt=0)
     with output_directory(
         tmp_path / "out", plan=plan, force=False, is_ours=is_output, resume=False
     ) as staging:
@@ -291,17 +319,26 @@ def test_a_plan_is_void_when_a_source_changes(tmp_path: Path) -> None:
     """Size and time of change belong to it; a change while the source is read is an error."""
     file = tmp_path / "source"
     file.write_text("a")
-    plan = describe_plan(small_files(), [file], store_as="bf16")
-    assert plan == describe_plan(small_files(), [file], store_as="bf16")
+
+    def described(count: int = 4, dtype: str = "bf16") -> dict[str, Any]:
+        return describe_plan(small_files(count=count), {file: stamp_of(file)}, dtype=dtype)
+
+    plan = described()
+    assert plan == described()
     require_unchanged(plan)
-    assert plan != describe_plan(small_files(), [file], store_as="fp8")
-    assert plan != describe_plan(small_files()[1:], [file], store_as="bf16")
+    assert plan != described(dtype="fp8")
+    assert plan != described(count=3)
     file.write_text("ab")
-    assert plan != describe_plan(small_files(), [file], store_as="bf16")
+    assert plan != described()
     with pytest.raises(CheckpointError, match=r"changed while they were read: .*source"):
         require_unchanged(plan)
-    plan = describe_plan(small_files(), [file])
+    plan = described()
     os.utime(file, ns=(1, 1))
+    with pytest.raises(CheckpointError, match="changed while"):
+        require_unchanged(plan)
+    plan = described()
+    file.write_text("ba")
+    os.utime(file, ns=(1, 1))  # as cp -p and rsync -t do
     with pytest.raises(CheckpointError, match="changed while"):
         require_unchanged(plan)
     file.unlink()
@@ -317,8 +354,30 @@ def test_there_is_one_writer_at_a_time(tmp_path: Path, whole: dict[int, dict[str
             with pytest.raises(CheckpointError, match="out is being written by another process"):
                 output_job.write(tmp_path / "out")
 
-    output_job.write(tmp_path / "out", made=second)
+    tried: list[str] = []
+    output_job.write(tmp_path / "out", made=lambda name: (second(name), tried.append(name)))
+    assert "layer.1.F32" in tried
     assert snapshot(tmp_path / "out") == whole[0]
+
+
+def test_a_lock_that_was_replaced_before_it_was_taken_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another writer ended, and a third one began, between opening the file and locking it."""
+    flock, locked = fcntl.flock, []
+    lock = tmp_path / ".out.partial" / "lock"
+
+    def late(descriptor: int, operation: int) -> None:
+        if not locked:
+            lock.unlink()
+            lock.touch()
+        locked.append(os.path.samestat(os.fstat(descriptor), lock.stat()))
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    output_job.write(tmp_path / "out")
+    assert locked == [False, True]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 # What was there before
@@ -339,7 +398,7 @@ def test_only_an_earlier_output_is_replaced(tmp_path: Path, whole: dict[int, dic
     out = tmp_path / "out"
     out.mkdir()
     (out / "diary.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="is not empty; --force"):
+    with pytest.raises(CheckpointError, match=r"is not empty$"):
         output_job.write(out)
     with pytest.raises(CheckpointError, match="is not an earlier output"):
         output_job.write(out, force=True)
@@ -347,6 +406,8 @@ def test_only_an_earlier_output_is_replaced(tmp_path: Path, whole: dict[int, dic
     (out / "diary.txt").unlink()
     output_job.write(out)  # an empty directory is welcome
     (out / "stale.txt").write_text("old")
+    with pytest.raises(CheckpointError, match="is not empty; --force"):
+        output_job.write(out)
     output_job.write(out, force=True, salt=1)
     assert snapshot(out) == whole[1]
     (tmp_path / "file").write_text("")
@@ -387,8 +448,12 @@ def test_a_link_stays_a_link(tmp_path: Path, whole: dict[int, dict[str, bytes]],
     assert [path.name for path in real.parent.iterdir()] == ["real"]
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EBUSY, "Device or resource busy"), KeyboardInterrupt()])
 def test_a_failed_replacement_puts_the_earlier_output_back(
-    tmp_path: Path, whole: dict[int, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    whole: dict[int, dict[str, bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
 ) -> None:
     """When the new directory cannot take its place after the old one has left it, the old one returns."""
     out, rename = tmp_path / "out", Path.rename
@@ -396,18 +461,108 @@ def test_a_failed_replacement_puts_the_earlier_output_back(
 
     def refuse(path: Path, target: Path) -> Path:
         if path.name == "output":
-            raise OSError(errno.EBUSY, "Device or resource busy")
+            raise error
         return rename(path, target)
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", refuse)
-        with pytest.raises(CheckpointError, match="Device or resource busy"):
+        with pytest.raises((CheckpointError, KeyboardInterrupt), match=r"Device or resource busy|^$"):
             output_job.write(out, force=True)
     assert snapshot(out) == whole[1]
     made: list[str] = []
     output_job.write(out, force=True, made=made.append)
     assert snapshot(out) == whole[0]
     assert not made, "all was written when the renaming failed"
+
+
+def test_an_old_output_that_cannot_be_removed_is_named_and_the_new_one_counts(
+    tmp_path: Path,
+    whole: dict[int, dict[str, bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The run is a success; the next one removes it, as it does for a run that died at that point."""
+    out, rename = tmp_path / "out", Path.rename
+    output_job.write(out, salt=1)
+
+    def refuse(path: Path, target: Path) -> Path:
+        if Path(target).name == "replaced":
+            raise PermissionError(13, "Permission denied")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        output_job.write(out, force=True)
+    earlier = tmp_path / ".out.earlier"
+    assert snapshot(out) == whole[0]
+    assert snapshot(earlier) == whole[1]
+    assert str(earlier) in caplog.text
+    output_job.write(out, salt=1, force=True)
+    assert snapshot(out) == whole[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+MINE = {"letter.txt": b"mine"}
+
+
+def fill(directory: Path, *more: str) -> None:
+    directory.mkdir()
+    for name in (*MINE, *more):
+        (directory / name).write_bytes(b"mine")
+
+
+@pytest.mark.parametrize("kind", ["a directory", "a directory with a lock", "a link", "what was replaced"])
+def test_a_directory_of_a_name_that_a_run_needs_is_kept(tmp_path: Path, kind: str) -> None:
+    """Who has a `.NAME.partial` or `.NAME.earlier` of his own keeps it; nothing is written into it either."""
+    place = tmp_path / (".out.earlier" if kind == "what was replaced" else ".out.partial")
+    mine = tmp_path / "mine" if kind == "a link" else place
+    fill(mine, *(["lock"] if kind == "a directory with a lock" else []))
+    if kind == "a link":
+        place.symlink_to(mine)
+    before = snapshot(mine)
+    with pytest.raises(CheckpointError, match=rf"{place} is in the way"):
+        output_job.write(tmp_path / "out")
+    assert snapshot(mine) == before
+    place.rename(tmp_path / "elsewhere")
+    output_job.write(tmp_path / "out")
+
+
+def test_a_mount_point_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No directory can take its place, and the work beside it would lie on another disk."""
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "out")
+    made: list[str] = []
+    with pytest.raises(CheckpointError, match=r"out is a mount point.*; name a directory in it"):
+        output_job.write(tmp_path / "out", made=made.append)
+    assert not made
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    output_job.write(tmp_path / "out" / "model")
+
+
+@pytest.mark.parametrize("kind", ["long name", "loop", "file"])
+def test_paths_that_cannot_be_looked_at_are_sentences(tmp_path: Path, kind: str) -> None:
+    """As an output, as a source, as what both must not share."""
+    path = tmp_path / ("x" * 300 if kind == "long name" else kind)
+    if kind == "loop":
+        path.symlink_to(path)
+    elif kind == "file":
+        path.write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot be written: |is not a directory"):
+        output_job.write(path)
+    with pytest.raises(CheckpointError, match="cannot be read: "):
+        other_files(path)
+    if kind == "loop":
+        with pytest.raises(CheckpointError, match="cannot be written: "):
+            refuse_overlap(tmp_path / "source", path)
+
+
+@pytest.mark.parametrize("where", [".out.partial/output", ".out.earlier"])
+def test_a_source_does_not_lie_where_the_output_is_put_together(tmp_path: Path, where: str) -> None:
+    """It would be discarded, or moved."""
+    with pytest.raises(CheckpointError, match=r"lies where .*out is put together"):
+        refuse_overlap(tmp_path / where, tmp_path / "out")
 
 
 @pytest.mark.parametrize("where", [".", "inside", ".."])
@@ -482,18 +637,81 @@ def test_a_disk_that_fills_up_is_a_sentence_and_the_next_run_goes_on(
     assert snapshot(tmp_path / "out") == whole[0]
 
 
+def path_of(descriptor: int) -> Path:
+    return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+
+@pytest.mark.parametrize("pattern", ["model-00003-of-00004.safetensors.part", "config.json"])
 def test_a_disk_that_fails_when_it_is_flushed_fails_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
 ) -> None:
-    """Bytes that only the cache took are not taken for written."""
+    """Bytes that only the cache took are not taken for written, in weights and in small files."""
+    fsync = os.fsync
 
     def fail(descriptor: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
+        if path_of(descriptor).match(pattern):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(CheckpointError, match=r"cannot be written: .*Input/output error"):
         output_job.write(tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[int, dict[str, bytes]]
+) -> None:
+    """Weights before they are called whole, all files and their directory, then the renaming itself."""
+    monkeypatch.setattr(output, "_SYNC_BYTES", 1 << 30)  # so that nobody flushes for the journal
+    fsync, flushed = os.fsync, []
+
+    def note(descriptor: int) -> None:
+        flushed.append((path_of(descriptor), (tmp_path / "out").exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    output_job.write(tmp_path / "out")
+    staging = tmp_path / ".out.partial" / "output"
+    assert flushed[-2:] == [(staging, False), (tmp_path, True)]
+    parts = {f"{name}.part" for name in whole[0] if name.endswith(".safetensors")}
+    assert {(staging / name, False) for name in (*whole[0], *parts)} <= set(flushed[:-2])
+
+
+class Terminal(io.StringIO):
+    """A stderr that is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_an_error_has_a_line_of_its_own_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bar's line ends, whether the work did or failed; and somebody says where it is kept."""
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+
+    def cut_off(nbytes: int) -> None:
+        with Progress("writing", 10) as meter:
+            if nbytes:
+                meter.advance(nbytes)
+            raise Stop
+
+    with pytest.raises(Stop):
+        cut_off(5)
+    assert terminal.getvalue().endswith("GB/s\x1b[K\n")
+    with pytest.raises(Stop):
+        cut_off(0)
+    assert terminal.getvalue().count("\n") == 1, "a bar that was not shown has no line"
+    with Progress("writing", 10) as meter:
+        meter.advance(10)
+    assert terminal.getvalue().endswith("(100 %), 0.00 GB/s\x1b[K\n")
+    with caplog.at_level("INFO", "nextn.models.output"):
+        interrupted(tmp_path / "out")
+    assert f"is kept in {tmp_path / '.out.partial'}; remove it to give up" in caplog.text
+    monkeypatch.setattr(sys, "stderr", None)
+    with Progress("writing", 10) as meter:
+        meter.advance(10)
 
 
 def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
@@ -549,18 +767,38 @@ def test_reading_back_finds_pieces_of_another_length(tmp_path: Path) -> None:
         write_files(tmp_path, [NewFile("model.safetensors", (tensor("w", "F32", 2),))])
 
 
+def test_a_source_that_fails_the_comparison_costs_no_written_file(tmp_path: Path) -> None:
+    """Only a file that differs is removed, or one that cannot be read."""
+    write_files(tmp_path, small_files())
+    before = snapshot(tmp_path)
+
+    def gone(name: str) -> None:
+        if name == "layer.2.F32":
+            raise CheckpointError("the source cannot be read")
+
+    with pytest.raises(CheckpointError, match="the source cannot be read"):
+        verify_files(tmp_path, small_files(gone))
+    assert snapshot(tmp_path) == before
+
+
 def test_other_files_are_copied_but_for_weights_and_config(tmp_path: Path) -> None:
     """Tokenizer and code come along; weights of any format, indices, config.json and folders do not."""
     source, out = tmp_path / "source", tmp_path / "out"
     (source / "figures").mkdir(parents=True)
     out.mkdir()
     own = {"tokenizer.json", "modeling.py", "generation_config.json"}
-    for name in (*own, "config.json", "a.safetensors", "b.bin", "model.safetensors.index.json"):
+    made_anew = {"config.json", "model.safetensors.index.json", *RECORDS.values()}
+    for name in (*own, *made_anew, "a.safetensors", "b.bin", "a.safetensors.part"):
         (source / name).write_text(name)
-    assert copy_other_files(source, out) == 3
+
+    def copied() -> int:
+        copy_files(files := other_files(source), out)
+        return len(files)
+
+    assert copied() == 3
     assert snapshot(out) == {name: name.encode() for name in own}
     (source / "part.safetensors").symlink_to(tmp_path / "absent")
-    assert copy_other_files(source, out) == 3
+    assert copied() == 3
     (source / "merges.txt").symlink_to(tmp_path / "absent")
     with pytest.raises(CheckpointError, match=r"links to files that do not exist: merges\.txt"):
-        copy_other_files(source, out)
+        copied()
