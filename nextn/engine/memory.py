@@ -138,11 +138,20 @@ def _table(
         parts.append(("unused", spare, "") if spare >= 0 else ("too much", -spare, "--num-pages asks for it"))
     known = [(name, size, note) for name, size, note in parts if size is not None]
     lines = [f"  {name:<13}{size / GIB:8.2f} GiB  {note}".rstrip() for name, size, note in known]
-    each = min(tokens // rows, plan.max_model_len)
+    each = min(tokens_each(plan.num_pages, config), plan.max_model_len)
     fits = (
         f"  {tokens} tokens fit: one request of up to {plan.max_model_len}, or {rows} of about {each} at once"
     )
     return "\n".join([title, *lines, fits])
+
+
+def tokens_each(num_pages: int, config: EngineConfig) -> int:
+    """Tokens that each of the most requests may have, if all are to run at the same time.
+
+    As the scheduler admits them: with a spare page each, and room for a step behind the last token.
+    """
+    room = (num_pages // config.max_running_requests - 1) * config.page_size - config.largest_tree
+    return max(0, room)
 
 
 def _prefill_bytes(cfg: ModelConfig, config: EngineConfig) -> int:

@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nextn.config import EngineConfig, ModelConfig
-from nextn.engine.memory import GIB, plan_memory
+from nextn.engine.memory import GIB, plan_memory, tokens_each
+from nextn.engine.pages import PagePool
+from nextn.engine.request import Request, SamplingParams
+from nextn.engine.scheduler import Scheduler
 from nextn.errors import CapacityError, ConfigError
 
 V3 = ModelConfig.from_dict(json.loads((Path(__file__).parents[1] / "data" / "dsv3-full.json").read_text()))
@@ -88,3 +93,19 @@ def test_on_a_cpu_the_cache_has_its_fixed_size(caplog: pytest.LogCaptureFixture)
     assert list(parts) == ["rows", "prefill step", "decode step", "cache"]
     assert parts["cache"] == pytest.approx(1.0, abs=0.01)
     assert "max_model_len is cut" in caplog.text
+
+
+@given(pages=st.integers(1, 3000), rows=st.integers(1, 40), page_size=st.sampled_from([1, 4, 64]))
+def test_as_many_requests_of_the_promised_length_are_admitted_together(
+    pages: int, rows: int, page_size: int
+) -> None:
+    """The plan's last line is what the scheduler does."""
+    config = EngineConfig(max_running_requests=rows, page_size=page_size)
+    length = tokens_each(pages, config)
+    scheduler = Scheduler(PagePool(pages, page_size), rows, 2048, config.largest_tree, prefix_cache=False)
+    for number in range(rows if length else 0):
+        scheduler.add(Request(str(number), [number] * length, SamplingParams()))
+    for _ in range(rows):  # one step starts few long ones
+        scheduler.next_batch()
+    assert scheduler.num_preemptions == 0
+    assert len(scheduler.running) == (rows if length else 0)
