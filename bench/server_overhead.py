@@ -16,12 +16,13 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from nextn.demo import path as demo_path
 from nextn.engine.request import Output, Request, SamplingParams, TokenLogprobs
+from nextn.engine.stats import StepReport
 from nextn.server.app import create_app
 from nextn.server.bridge import Bridge
 from nextn.text import Detokenizer, Tokenizer
@@ -34,6 +35,7 @@ class ScriptedEngine:
     """Gives every open request `run` tokens a step until its limit; a step takes `step_seconds`, asleep."""
 
     max_model_len = 1_000_000
+    grammars = None
 
     def __init__(self, tokenizer: Tokenizer, run: int, step_seconds: float = 0.0) -> None:
         self.tokenizer: Tokenizer | None = tokenizer
@@ -43,15 +45,21 @@ class ScriptedEngine:
         self.run = run
         self.step_seconds = step_seconds
         self.open: dict[str, tuple[Request, Detokenizer]] = {}
+        self.on_step: Callable[[StepReport], None] = lambda report: None
+        self.on_start: Callable[[str], None] = lambda request_id: None
         self.begun: list[float] = []
         self.spent = 0.0
 
     def validate(self, prompt_tokens: list[int], params: SamplingParams) -> None:
         """Everything can be served."""
 
+    def check_integrity(self) -> None:
+        """There are no pages."""
+
     def add(self, request: Request) -> None:
         assert self.tokenizer is not None
         self.open[request.request_id] = request, Detokenizer(self.tokenizer, request.params.stop)
+        self.on_start(request.request_id)
 
     def abort(self, request_id: str) -> None:
         self.open.pop(request_id, None)
@@ -65,6 +73,8 @@ class ScriptedEngine:
         time.sleep(self.step_seconds)
         outputs = [self._advance(request, detokenizer) for request, detokenizer in list(self.open.values())]
         self.spent += time.thread_time() - before
+        tokens = sum(len(output.token_ids) for output in outputs)
+        self.on_step(StepReport("decode", len(outputs), tokens, time.perf_counter() - self.begun[-1]))
         return outputs
 
     def stats(self) -> Mapping[str, float]:
