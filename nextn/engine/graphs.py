@@ -200,6 +200,11 @@ def buckets(max_rows: int) -> tuple[int, ...]:
     return (*sizes, max_rows)
 
 
+def bucket_of(sizes: Sequence[int], count: int) -> int:
+    """The smallest size that holds so many."""
+    return next(size for size in sizes if size >= count)
+
+
 @dataclass(frozen=True, slots=True)
 class _MaskedParts:
     """What follows the draft's graph in a step with grammars.
@@ -307,7 +312,7 @@ class StepGraphs:
         return True
 
     def _bucket(self, rows: int) -> int:
-        return next(size for size in self._buckets if size >= rows)
+        return bucket_of(self._buckets, rows)
 
     def run(
         self,
@@ -346,7 +351,7 @@ class StepGraphs:
 
     def prefill(self, chains: Sequence[Sequence[int]]) -> Tensor:
         """Start a step of chains (see `chains_of`); its result is valid until the next run."""
-        bucket = next(size for size in buckets(MAX_CHAINS) if size >= len(chains))
+        bucket = bucket_of(buckets(MAX_CHAINS), len(chains))
         captured = self._chain_graph(bucket)
         nothing = [self._state.scratch_row, *[0] * (captured.chains.shape[1] - 1)]
         numbers = list(chain.from_iterable([*chains, *[nothing] * (bucket - len(chains))]))

@@ -154,10 +154,15 @@ def tokens_each(num_pages: int, config: EngineConfig) -> int:
     return max(0, room)
 
 
+def _experts_a_token(cfg: ModelConfig) -> int:
+    """Networks whose outputs a token sums: of a dense model its only one."""
+    return cfg.num_experts_per_tok + cfg.n_shared_experts if cfg.n_routed_experts else 1
+
+
 def _prefill_bytes(cfg: ModelConfig, config: EngineConfig) -> int:
     """Most that one prefill step holds beside weights and cache, by its largest tensors, in bytes."""
     tokens, hidden = config.chunked_prefill_size, cfg.hidden_size
-    experts = cfg.num_experts_per_tok + cfg.n_shared_experts if cfg.n_routed_experts else 1
+    experts = _experts_a_token(cfg)
     width = max(cfg.intermediate_size, cfg.moe_intermediate_size * experts)
     stream = 4 * 2 * hidden + 4 * hidden  # residual, its norm, states of both models; one product in float32
     queries = 4 * cfg.num_attention_heads * (2 * cfg.qk_head_dim + cfg.v_head_dim)
@@ -168,7 +173,7 @@ def _prefill_bytes(cfg: ModelConfig, config: EngineConfig) -> int:
 def _decode_bytes(cfg: ModelConfig, config: EngineConfig) -> int:
     """Most that the largest batch of a decode step computes with, beside its graphs."""
     nodes = config.max_running_requests * config.largest_tree
-    experts = cfg.num_experts_per_tok + cfg.n_shared_experts if cfg.n_routed_experts else 1
+    experts = _experts_a_token(cfg)
     logits = 48 * cfg.vocab_size  # with filters: sorted values, their places, mass in float64, masks
     return nodes * (logits + 4 * cfg.hidden_size * (experts + 16))
 

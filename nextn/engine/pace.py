@@ -26,7 +26,6 @@ NEWEST = 0.5
 READING = 256
 """Tokens' arithmetic for which reading all the weights takes about as long, which every step does once."""
 
-
 PRODUCTS = 2.5
 """How many times as long the layers' products take as attention of as many FLOPs: on an H200 about 200
 TFLOP/s, the experts' dequantising included, against 515."""

@@ -147,6 +147,11 @@ class Request:
     acceptance: Acceptance = field(default_factory=Acceptance)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt and of the output so far."""
+        return len(self.prompt_tokens) + len(self.output_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

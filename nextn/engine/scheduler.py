@@ -233,7 +233,7 @@ class Scheduler:
             if not self._free_rows or passed == MAX_PASSED:
                 return
             if job.keys is None:
-                length = len(job.request.prompt_tokens) + len(job.request.output_tokens)
+                length = job.request.num_tokens
                 if named and named + length > MAX_NAMED:
                     return
                 named += length
@@ -268,7 +268,7 @@ class Scheduler:
 
     def _pages_to_start(self, request: Request) -> int:
         """Pages for all of a request's tokens and a step."""
-        return self.pool.pages_for(len(request.prompt_tokens) + len(request.output_tokens) + self._reserve)
+        return self.pool.pages_for(request.num_tokens + self._reserve)
 
     def _look_up(self, job: Waiting) -> tuple[PageKeys, Node, int]:
         """A waiting request's keys, how far the prefix cache has them, and the most pages it may take.
@@ -277,7 +277,7 @@ class Scheduler:
         from computing it: as long as some are missing, only what was rated before may be taken.
         """
         request = job.request
-        usable = len(request.prompt_tokens) + len(request.output_tokens)
+        usable = request.num_tokens
         if job.keys is None:
             tokens = request.prompt_tokens + request.output_tokens
             job.keys = PageKeys(tokens, self.pool.page_size, request.cache_salt)

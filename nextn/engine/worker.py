@@ -138,8 +138,8 @@ class Worker:
         request = entry.request
         prompt, output = request.prompt_tokens, request.output_tokens
         self.state.set_row(entry.row, request.params, seed, request.choice, prompt, output, banned)
-        self.state.set_pages(entry.row, entry.pages)
-        self._pages[entry.row] = len(entry.pages)
+        self._pages[entry.row] = 0
+        self._set_pages(entry)
         self._lag[entry.row] = 0
         self._matchers[entry.row] = matcher
 

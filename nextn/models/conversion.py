@@ -200,14 +200,14 @@ def config_for(
 
     A list of modules that are not quantised loses those that are, or hold one that is.
     """
+    fp8 = [tensor.name for file in files for tensor in file.tensors if tensor.dtype == "F8_E4M3"]
     result = corrected_config(
         config,
-        has_fp8=any(tensor.dtype == "F8_E4M3" for file in files for tensor in file.tensors),
+        has_fp8=bool(fp8),
         dtype=None if dtype == "keep" else "bfloat16",
         new_scales=dtype == "fp8" and any(quantizable(item.spec) for item in converted),
     )
     quantization = result.get("quantization_config") or {}
-    fp8 = [tensor.name for file in files for tensor in file.tensors if tensor.dtype == "F8_E4M3"]
     parents = {name.rsplit(".", count)[0] for name in fp8 for count in range(1, name.count(".") + 1)}
     for key, names in plain_modules(quantization).items():
         quantization[key] = [name for name in names if name not in parents]

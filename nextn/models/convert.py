@@ -89,7 +89,7 @@ def convert_checkpoint(
         output_dir, files, config, source, command=COMMAND, dtype=dtype, force=force, verify=verify,
         progress=progress,
     )  # fmt: skip
-    read = [tensor for item in items for tensor in (item.weight, item.scale) if tensor is not None] + ignored
+    read = [stored for item in items for stored in item.stored] + ignored
     return ConvertReport(
         tensors=sum(len(file.tensors) for file in files),
         converted=len(converted),

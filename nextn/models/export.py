@@ -88,7 +88,7 @@ def export_nextn(
         output_dir, [file], config, source, command=COMMAND, dtype=dtype, index=True, force=force,
         verify=verify, progress=progress,
     )  # fmt: skip
-    shards = {stored.file for item in items for stored in (item.weight, item.scale) if stored is not None}
+    shards = {stored.file for item in items for stored in item.stored}
     return ExportReport(
         tensors=len(tensors),
         fp8_tensors=sum(tensor.dtype == "F8_E4M3" for tensor in tensors),

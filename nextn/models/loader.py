@@ -49,6 +49,11 @@ class LoadItem:
     weight: StoredTensor
     scale: StoredTensor | None
 
+    @property
+    def stored(self) -> tuple[StoredTensor, ...]:
+        """What is to be read: the weight, and its scale."""
+        return (self.weight,) if self.scale is None else (self.weight, self.scale)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
@@ -96,7 +101,7 @@ def load_checkpoint(
             torch.cuda.synchronize(place)
             torch.cuda.empty_cache()  # the parts on their way are no memory of the model
     fp8 = sum(item.scale is not None for item in items)
-    files = {stored.file for item in items for stored in (item.weight, item.scale) if stored is not None}
+    files = {stored.file for item in items for stored in item.stored}
     return LoadReport(len(items), fp8, skipped, total, read_bytes, len(files), meter.seconds)
 
 

@@ -6,7 +6,7 @@ so equality is exact (facts: in float32 a false flip comes about once in 150,000
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -67,6 +67,20 @@ def _plain(prompt: tuple[int, ...], temperature: float, seed: int) -> list[int]:
     ]
 
 
+def _run_as_plain(
+    engine: Engine, prompts: Sequence[list[int]], temperature: float, what: str
+) -> dict[str, list[int]]:
+    """The tokens of these prompts run together, which are those of each decoded plainly by itself."""
+    requests = [
+        request(str(row), prompt, max_tokens=OUTPUT, temperature=temperature, seed=row)
+        for row, prompt in enumerate(prompts)
+    ]
+    texts = run(engine, requests)
+    for row, prompt in enumerate(prompts):
+        assert texts[str(row)] == _plain(tuple(prompt), temperature, row), f"row {row} of {what}"
+    return texts
+
+
 def _check(case: Case) -> float:
     """Run one case; returns the acceptance length."""
     shape, batch, page, length, temperature = case
@@ -77,13 +91,7 @@ def _check(case: Case) -> float:
         spec=SpecConfig.parse(shape), page_size=page, num_pages=4096 // page, max_running_requests=batch,
         chunked_prefill_size=37,
     )  # fmt: skip
-    requests = [
-        request(str(row), prompt, max_tokens=OUTPUT, temperature=temperature, seed=row)
-        for row, prompt in enumerate(prompts)
-    ]
-    texts = run(engine, requests)
-    for row, prompt in enumerate(prompts):
-        assert texts[str(row)] == _plain(tuple(prompt), temperature, row), f"row {row} of {case}"
+    _run_as_plain(engine, prompts, temperature, str(case))
     return engine.counters.acceptance.length
 
 
@@ -117,13 +125,7 @@ def test_cached_prefixes_give_the_tokens_of_prompts_computed_whole(
     stem = prompt_of(70, 0)
     prompts = [stem, [*stem, 5], stem, [*stem[:65], *prompt_of(9, 1)], prompt_of(12, 2)]
     for turn in range(3):
-        requests = [
-            request(str(row), prompt, max_tokens=OUTPUT, temperature=temperature, seed=row)
-            for row, prompt in enumerate(prompts)
-        ]
-        texts = run(engine, requests)
-        for row, prompt in enumerate(prompts):
-            assert texts[str(row)] == _plain(tuple(prompt), temperature, row), f"row {row} of turn {turn}"
+        texts = _run_as_plain(engine, prompts, temperature, f"turn {turn}")
         if turn == 1:
             prompts = [[*prompt, *texts[str(row)], 7] for row, prompt in enumerate(prompts)]
     assert engine.counters.cached_tokens >= (3 + 4 + 4) * 64
