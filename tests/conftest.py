@@ -38,7 +38,7 @@ MISSING = [
     for name in ("fastapi", "uvicorn", "openai", "prometheus_client")
     if importlib.util.find_spec(name) is None
 ]
-collect_ignore = ["server", "test_flags.py"] if MISSING else []
+collect_ignore = ["server", "bench/test_server_overhead.py", "test_flags.py"] if MISSING else []
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile(
