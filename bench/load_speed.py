@@ -17,11 +17,11 @@ alone, so that one sees which bounds it:
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from nextn.config import EngineConfig, ModelConfig
+from nextn.kernels.ref.gemm import Block
 from nextn.models.checkpoint import Checkpoint, read_config
 from nextn.models.deepseek import DeepseekModel
 from nextn.models.loader import default_readers, load_checkpoint, part_bytes, plan_load
@@ -36,16 +37,11 @@ from nextn.models.mtp import NextN
 from nextn.models.output import (
     SHARD_BYTES,
     NewTensor,
-    describe_plan,
-    output_directory,
+    forget_cached,
     parse_size,
-    plan_files,
     run_command,
-    write_description,
-    write_files,
 )
-from nextn.models.progress import Progress
-from nextn.models.random_checkpoint import CODES, StoredAs, plan_checkpoint
+from nextn.models.random_checkpoint import CODES, StoredAs, write_made
 from nextn.models.reader import host_bound
 from nextn.models.specs import TensorSpec
 from nextn.models.weights import Models, build_models, copy_names, is_ignored, meta_models
@@ -67,28 +63,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_checkpoint(config: dict[str, Any], out: Path, shard_size: int) -> None:
     """Write an official checkpoint of `config` as fast as the disk takes it: FP8 if the config says so."""
-    cfg = ModelConfig.from_dict(config)
     stored_as: StoredAs = "fp8" if config.get("quantization_config") else "bf16"
-    codes = torch.randint(0, 0x7F, (PATTERN_BYTES,), dtype=torch.uint8).numpy().data
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 0x7F, (PATTERN_BYTES,), dtype=torch.uint8, generator=generator).numpy().data
     scales = torch.full((PATTERN_BYTES // 4,), 1e-3).view(torch.uint8).numpy().data
 
-    def repeating(name: str, tensor: Tensor) -> NewTensor:
-        """Weights repeat a pattern without NaN in any dtype; scales are all 1e-3."""
-        pattern, nbytes = scales if name.endswith("_scale_inv") else codes, tensor.nbytes
-        starts = range(0, nbytes, PATTERN_BYTES)
-        return NewTensor(
-            name, CODES[tensor.dtype], tuple(tensor.shape), lambda: (pattern[: nbytes - at] for at in starts)
-        )
+    def pieces(pattern: memoryview, nbytes: int) -> Iterator[memoryview]:
+        return (pattern[: nbytes - at] for at in range(0, nbytes, PATTERN_BYTES))
 
-    plan = plan_checkpoint(cfg, stored_as)
-    files = plan_files(([repeating(*pair) for pair in group.items()] for _, group in plan), shard_size)
-    described = describe_plan(files, {}, config=config)
-    with (
-        output_directory(out, plan=described, force=False, is_ours=lambda path: False) as staging,
-        Progress(f"writing {out.name}", sum(file.nbytes for file in files)) as meter,
-    ):
-        write_files(staging, files, meter.advance)
-        write_description(staging, files, config)
+    def make(spec: TensorSpec, tensors: Mapping[str, Tensor], block_size: Block) -> list[NewTensor]:
+        """Weights repeat a pattern without NaN in any dtype; scales are all 1e-3."""
+        return [
+            NewTensor(
+                name, CODES[tensor.dtype], tuple(tensor.shape),
+                partial(pieces, scales if name == spec.scale_name else codes, tensor.nbytes),
+            )
+            for name, tensor in tensors.items()
+        ]  # fmt: skip
+
+    write_made(config, out, make, stored_as, seed="a pattern", shard_size=shard_size, progress=True)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -171,12 +164,12 @@ def _memory(field: str) -> int:
 def _set_cache(files: Sequence[Path], state: str) -> None:
     """Drop the files from the page cache, or bring them into it."""
     for file in files:
+        if state == "cold":
+            forget_cached(file)
+            continue
         with file.open("rb") as stream:
-            if state == "cold":
-                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            else:
-                while stream.read(PATTERN_BYTES):
-                    pass
+            while stream.read(PATTERN_BYTES):
+                pass
 
 
 def _parser() -> argparse.ArgumentParser:

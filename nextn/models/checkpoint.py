@@ -12,10 +12,10 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from nextn.errors import CheckpointError
 
@@ -26,7 +26,6 @@ _ITEM_BYTES = {
     "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
 _MAX_HEADER_BYTES = 100_000_000
-_CHUNK_BYTES = 4 << 20
 _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -50,16 +49,15 @@ class StoredTensor:
         """Size on disk in bytes."""
         return self.end - self.begin
 
-    def chunks(self) -> Iterator[bytes]:
-        """The tensor's bytes in order, in pieces of at most 4 MiB; raises `CheckpointError`."""
+    def chunks(self, room: memoryview) -> Iterator[memoryview]:
+        """The tensor's bytes in order, in pieces that lie in `room` by turns; raises `CheckpointError`."""
         try:
             with self.file.open("rb") as stream:
                 stream.seek(self.begin)
                 left = self.nbytes
                 while left:
-                    wanted = min(left, _CHUNK_BYTES)
-                    piece = stream.read(wanted)
-                    if len(piece) < wanted:
+                    piece = room[: min(left, len(room))]
+                    if stream.readinto(piece) < len(piece):
                         raise CheckpointError(f"{self.file} ended inside {self.name}; the file is truncated")
                     left -= len(piece)
                     yield piece
@@ -144,6 +142,13 @@ def stamp_of(file: Path) -> Stamp:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
     return state.st_size, state.st_mtime_ns, state.st_ctime_ns
+
+
+def require_unchanged(stamps: Mapping[Path, Stamp]) -> None:
+    """Raise `CheckpointError` if a file is no longer what it was before it was read."""
+    changed = [str(file) for file in sorted(stamps) if stamp_of(file) != stamps[file]]
+    if changed:
+        raise CheckpointError(f"files changed while they were read: {shorten(changed)}; run it again")
 
 
 def shorten(names: Sequence[str], most: int = 5) -> str:
@@ -293,44 +298,6 @@ def lay_out(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> Layout:
 def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
     """Bytes of a tensor with this dtype code and shape."""
     return math.prod(shape) * _ITEM_BYTES[dtype]
-
-
-def write_tensors(
-    file: Path,
-    tensors: Mapping[str, tuple[str, Sequence[int]]],
-    pieces: Callable[[str], Iterable[bytes | memoryview]],
-    advance: Callable[[int], None] = lambda nbytes: None,
-    *,
-    done: int = 0,
-    after: Callable[[BinaryIO, int], None] = lambda stream, count: None,
-) -> None:
-    """Write a safetensors file piece by piece, in constant memory.
-
-    tensors: dtype code and shape by name. pieces: a tensor's bytes in order, asked for once each and in the
-    order of `tensors` (the layout may be another), as the file has them. advance: called with the number of
-    bytes after each piece. done: so many of the first tensors are in `file` already. after(stream, count):
-    called after each tensor, when the first `count` have been written. Raises `CheckpointError` where the
-    pieces are not as long as the shape says.
-    """
-    layout = lay_out(tensors)
-    with file.open("r+b" if done else "wb") as stream:
-        if not done:
-            stream.write(layout.header)
-        for count, name in enumerate(tensors, start=1):
-            if count <= done:
-                continue
-            begin, end = layout.places[name]
-            stream.seek(begin)
-            written = 0
-            for piece in pieces(name):
-                written += memoryview(piece).nbytes
-                if begin + written > end:
-                    break  # it would run into the next tensor
-                stream.write(piece)
-                advance(memoryview(piece).nbytes)
-            if begin + written != end:
-                raise CheckpointError(f"{file}: {name} came as {written} bytes instead of {end - begin}")
-            after(stream, count)
 
 
 def read_config(file: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ written, is damage, and an error.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from torch import Tensor
 from nextn.errors import CheckpointError
 from nextn.kernels.ref.gemm import Block, scale_shape
 from nextn.models.checkpoint import StoredTensor
-from nextn.models.fp8 import dequantize_blocks, quantize_blocks
+from nextn.models.fp8 import Scratch, dequantize_blocks, quantize_blocks
 from nextn.models.loader import LoadItem
 from nextn.models.output import NewFile, NewTensor
 from nextn.models.reader import DTYPES, LargeRoom, Reader
@@ -37,7 +38,19 @@ _EXPONENTS = {
 }  # fmt: skip
 """By dtype code: values as integers, and the bits that are all set in those that are not finite."""
 
-_CPU = torch.device("cpu")
+_CHECKED_ITEMS = 1 << 17
+"""Items that are looked at together: what the caches hold."""
+
+
+class _Own(threading.local):
+    """What each thread that converts has for itself: a way to files, and memory for the piece it makes."""
+
+    def __init__(self) -> None:
+        self.reader = Reader(torch.device("cpu"), LargeRoom())
+        self.scratch = Scratch()
+
+
+_own = _Own()
 
 
 def quantizable(spec: TensorSpec) -> bool:
@@ -46,11 +59,15 @@ def quantizable(spec: TensorSpec) -> bool:
 
 
 def is_converted(weight: StoredTensor, dtype: ConvertTo, *, quantize: bool) -> bool:
-    """Whether a weight's bytes change; otherwise it is copied, with its scale."""
+    """Whether a weight's bytes change; otherwise it is copied, with its scale.
+
+    An FP8 weight that official checkpoints do not have in FP8, which is eh_proj, becomes bf16 whatever the
+    dtype: SGLang and vLLM have a plain layer there, and no place for a scale.
+    """
+    if weight.dtype == "F8_E4M3":
+        return dtype == "bf16" or not quantize
     if dtype == "keep" or weight.name.endswith(_KEPT_AS_STORED):
         return False
-    if weight.dtype == "F8_E4M3":
-        return dtype == "bf16"
     return weight.dtype != "BF16" or (dtype == "fp8" and quantize)
 
 
@@ -79,13 +96,14 @@ def convert_tensor(
 
     scale: goes with an FP8 weight, and with no other. keep: the bytes as they are. bf16: FP8 times its scale
     is rounded to float32, then to bf16; other floats to bf16 at once. fp8: as bf16, but a float weight with
-    `quantize` becomes e4m3 with float32 scales, and FP8 stays as it is. Nothing is read until the pieces are
-    asked for; they are whole rows of blocks. The correction bias is never changed.
+    `quantize` becomes e4m3 with float32 scales, and FP8 stays as it is. FP8 without `quantize` becomes bf16
+    in each. Nothing is read until the pieces are asked for; they are whole rows of blocks. The correction
+    bias is never changed.
     """
     assert (scale is not None) == (weight.dtype == "F8_E4M3"), f"{weight.name}: FP8 comes with a scale"
     if not is_converted(weight, dtype, quantize=quantize):
         copies = [copy_tensor(name, weight)]
-        return copies if scale is None else [*copies, copy_tensor(f"{name}_scale_inv", scale)]
+        return copies if scale is None else [*copies, _copy_scale(f"{name}_scale_inv", scale)]
     if scale is not None:
         fp8 = scale  # a name that is not None in the closure
         return [NewTensor(name, "BF16", weight.shape, lambda: _dequantized(weight, fp8, block_size))]
@@ -104,33 +122,47 @@ def copy_tensor(name: str, stored: StoredTensor) -> NewTensor:
     return NewTensor(name, stored.dtype, stored.shape, lambda: _copied(stored))
 
 
-def _copied(stored: StoredTensor) -> Iterator[bytes]:
-    for piece in stored.chunks():
+def _copy_scale(name: str, scale: StoredTensor) -> NewTensor:
+    """A scale's bytes under a new name, once they have been looked at."""
+
+    def pieces() -> Iterator[memoryview]:
+        _read_scale(scale)
+        yield from _copied(scale)
+
+    return NewTensor(name, scale.dtype, scale.shape, pieces)
+
+
+def _read_scale(scale: StoredTensor) -> Tensor:
+    """A whole scale in float32, which is finite and not negative."""
+    with closing(_own.reader) as reader:
+        return reader.read_scale(scale, [slice(0, size) for size in scale.shape])
+
+
+def _copied(stored: StoredTensor) -> Iterator[memoryview]:
+    room = _own.scratch.take("copy", (min(PIECE_BYTES, stored.nbytes),), torch.uint8)
+    for piece in stored.chunks(room.numpy().data):
         _require_finite(piece, stored.dtype, stored)
         yield piece
 
 
 def _dequantized(weight: StoredTensor, scale: StoredTensor, block_size: Block) -> Iterator[memoryview]:
     """An FP8 weight in bf16."""
-    with closing(Reader(_CPU, LargeRoom(0))) as reader:
-        scales = reader.read_host(scale, [slice(0, size) for size in scale.shape]).to(torch.float32)
-    if not torch.isfinite(scales).all():
-        raise CheckpointError(f"{scale.file} is corrupt: {scale.name} is not finite")
+    scales = _read_scale(scale)
     for first, rows in _row_pieces(weight, 2, block_size[0]):
         blocks = scales[first // block_size[0] :][: -(-len(rows) // block_size[0])]
-        yield _bf16_bytes(dequantize_blocks(rows, blocks, block_size, torch.bfloat16), weight)
+        yield _bf16_bytes(dequantize_blocks(rows, blocks, block_size, torch.bfloat16, _own.scratch), weight)
 
 
 def _rounded(weight: StoredTensor) -> Iterator[memoryview]:
     """A float tensor in bf16."""
     for _, rows in _row_pieces(weight, 2, 1):
-        yield _bf16_bytes(rows.to(torch.bfloat16), weight)
+        yield _bf16_bytes(_own.scratch.take("result", rows.shape, torch.bfloat16).copy_(rows), weight)
 
 
 def _quantized(weight: StoredTensor, block_size: Block) -> Iterator[tuple[Tensor, Tensor]]:
     """A float weight as FP8: codes and scales of some rows of blocks at a time."""
     for _, rows in _row_pieces(weight, 1, block_size[0]):
-        codes, scale = quantize_blocks(rows, block_size)
+        codes, scale = quantize_blocks(rows, block_size, _own.scratch)
         _require_finite(bytes_of(codes), "F8_E4M3", weight)  # of an infinity comes a NaN too
         yield codes, scale
 
@@ -168,7 +200,7 @@ def _row_pieces(stored: StoredTensor, item_bytes: int, multiple: int) -> Iterato
     step = max(1, PIECE_BYTES // (row_bytes * multiple)) * multiple
     nbytes = min(step, stored.shape[0]) * width * DTYPES[stored.dtype].itemsize
     columns = [slice(0, size) for size in stored.shape[1:]]
-    with closing(Reader(_CPU, LargeRoom(nbytes))) as reader, reader.room(nbytes):
+    with closing(_own.reader) as reader, reader.room(nbytes):
         for start in range(0, stored.shape[0], step):
             yield start, reader.read(stored, [slice(start, min(start + step, stored.shape[0])), *columns])
 
@@ -184,8 +216,10 @@ def _require_finite(data: bytes | memoryview, dtype: str, weight: StoredTensor) 
     """Raise `CheckpointError` if an infinity or a NaN is among values of this dtype."""
     if dtype in _EXPONENTS and len(data):
         view, exponent = _EXPONENTS[dtype]
-        if (np.frombuffer(data, view) & exponent).max() == exponent:
-            raise CheckpointError(f"{weight.file}: {weight.name} holds values that are not finite")
+        values = np.frombuffer(data, view)
+        for start in range(0, len(values), _CHECKED_ITEMS):
+            if (values[start : start + _CHECKED_ITEMS] & exponent).max() == exponent:
+                raise CheckpointError(f"{weight.file}: {weight.name} holds values that are not finite")
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

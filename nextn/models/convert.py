@@ -23,6 +23,7 @@ from nextn.models.output import (
     Source,
     open_source,
     parse_size,
+    parse_threads,
     plan_files,
     run_command,
     write_output,
@@ -70,11 +71,13 @@ def convert_checkpoint(
     force: bool = False,
     verify: bool = False,
     progress: bool = True,
+    threads: int | None = None,
 ) -> ConvertReport:
     """Write the checkpoint `input_dir` as `output_dir`, its linear layers in bf16 or FP8.
 
     shard_size: most bytes of data a file. force: replace an earlier conversion. verify: read the result back
-    and compare every byte with a second conversion. An interrupted run is gone on with by the next one.
+    and compare every byte with a second conversion. threads: that convert (default: one a processor, 16 at
+    most). An interrupted run is gone on with by the next one.
     Raises `CheckpointError` when there is nothing to convert, when tensors are missing, unknown or unfit, or
     when the output cannot be written.
     """
@@ -87,7 +90,7 @@ def convert_checkpoint(
     config = config_for(source.config, files, converted, dtype)
     seconds = write_output(
         output_dir, files, config, source, command=COMMAND, dtype=dtype, force=force, verify=verify,
-        progress=progress,
+        progress=progress, threads=threads,
     )  # fmt: skip
     read = [stored for item in items for stored in item.stored] + ignored
     return ConvertReport(
@@ -155,6 +158,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     option("--output-dir", type=Path, required=True, help="directory to write; new or empty")
     option("--dtype", choices=["bf16", "fp8"], required=True, help="what linear layers become")
     option("--shard-size", type=parse_size, default=SHARD_BYTES, help="most bytes a file (default 4.3 GB)")
+    option("--threads", type=parse_threads, help="that convert (default: one a processor, 16 at most)")
     option("--verify", action="store_true", help="read the result back, compare with a second conversion")
     option("--force", action="store_true", help="replace an earlier conversion")
     return parser.parse_args(argv)
@@ -167,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> str:
         report = convert_checkpoint(
             args.input_dir, args.output_dir, args.dtype, shard_size=args.shard_size, force=args.force,
-            verify=args.verify,
+            verify=args.verify, threads=args.threads,
         )  # fmt: skip
         return f"{args.output_dir}: {report}"
 

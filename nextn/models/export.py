@@ -22,6 +22,7 @@ from nextn.models.output import (
     NewFile,
     NewTensor,
     open_source,
+    parse_threads,
     run_command,
     write_output,
 )
@@ -67,12 +68,14 @@ def export_nextn(
     force: bool = False,
     verify: bool = False,
     progress: bool = True,
+    threads: int | None = None,
 ) -> ExportReport:
     """Write the NextN layer of the checkpoint `input_dir` as the draft checkpoint `output_dir`.
 
     dtype: 'keep' copies bytes; 'bf16' dequantises and rounds; 'fp8' quantises what the official format has in
-    FP8 and is not FP8 yet. force: replace an earlier export. verify: read the result back and compare every
-    byte with the source, converted once more. A run that was cut off is gone on with.
+    FP8 and is not FP8 yet. An eh_proj in FP8 becomes bf16 in each, as other engines expect it. force: replace
+    an earlier export. verify: read the result back and compare every byte with the source, converted once
+    more. threads: as in `convert_checkpoint`. A run that was cut off is gone on with.
     config.json has a quantization_config exactly if a tensor of the layer is FP8, since readers would
     otherwise look for scales that are not there.
     Raises `CheckpointError` when the layer is absent, incomplete or unfit, holds a value that is not finite,
@@ -86,7 +89,7 @@ def export_nextn(
     config = config_for(draft, [file], converted, dtype)
     seconds = write_output(
         output_dir, [file], config, source, command=COMMAND, dtype=dtype, index=True, force=force,
-        verify=verify, progress=progress,
+        verify=verify, progress=progress, threads=threads,
     )  # fmt: skip
     shards = {stored.file for item in items for stored in item.stored}
     return ExportReport(
@@ -169,6 +172,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default="keep",
         help="how weights are stored: as they are (default), dequantised, or in FP8 blocks",
     )
+    parser.add_argument(
+        "--threads", type=parse_threads, help="that convert (default: one a processor, 16 at most)"
+    )
     parser.add_argument("--force", action="store_true", help="replace an earlier export")
     parser.add_argument("--verify", action="store_true", help="read the result back and compare every byte")
     return parser.parse_args(argv)
@@ -180,7 +186,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> str:
         report = export_nextn(
-            args.input_dir, args.output_dir, dtype=args.dtype, force=args.force, verify=args.verify
+            args.input_dir,
+            args.output_dir,
+            dtype=args.dtype,
+            force=args.force,
+            verify=args.verify,
+            threads=args.threads,
         )
         return f"{args.output_dir}: {report}"
 

@@ -6,6 +6,9 @@ times 2^-8, subnormals included, and float16 is widened by one instruction; the 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,19 +31,40 @@ They would wait for each other at the end of each operation, on a busy machine f
 """
 
 
-def quantize_blocks(weight: Tensor, block_size: Block) -> tuple[Tensor, Tensor]:
+class Scratch:
+    """Memory that one thread uses again: a first write to a page costs more than what is done in it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def take(self, use: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised CPU tensor, until the same use asks for the next one."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if use not in self._kept or self._kept[use].nbytes < nbytes:
+            self._kept[use] = torch.empty(nbytes, dtype=torch.uint8)
+        return self._kept[use][:nbytes].view(dtype).view(tuple(shape))
+
+
+def quantize_blocks(
+    weight: Tensor, block_size: Block, scratch: Scratch | None = None
+) -> tuple[Tensor, Tensor]:
     """Quantise `weight` [N, K] to e4m3 with one scale a block: amax / 448, or 1 for a block of zeros.
 
     Returns FP8 [N, K] and float32 scales [ceil(N / bn), ceil(K / bk)]; a short block has the scale of what
     it holds (the checkpoint format's own rule). Beside the results one row of blocks is in memory.
+    scratch: has room for that and for the codes, which the next call with it overwrites.
     """
     rows, columns = weight.shape
     height, width = block_size
     shape = scale_shape(rows, columns, block_size)
-    codes = torch.empty(rows, columns, dtype=FP8, device=weight.device)
     scale = torch.empty(shape, dtype=torch.float32, device=weight.device)
-    # Memory that is new costs more than what is done in it, so each row of blocks uses the same.
-    room = torch.empty(2, min(height, rows), columns, dtype=torch.float32, device=weight.device)
+    room_shape = (2, min(height, rows), columns)
+    if scratch is None:
+        codes = torch.empty(rows, columns, dtype=FP8, device=weight.device)
+        room = torch.empty(room_shape, dtype=torch.float32, device=weight.device)
+    else:
+        codes = scratch.take("result", (rows, columns), FP8)
+        room = scratch.take("room", room_shape, torch.float32)
     for row in range(shape[0]):
         part = slice(row * height, min((row + 1) * height, rows))
         values, work = room[:, : part.stop - part.start]
@@ -58,8 +82,12 @@ def _amax_of_runs(column: Tensor, width: int) -> Tensor:
     return torch.cat((column, column.new_zeros(missing))).view(-1, width).amax(1)
 
 
-def dequantize_blocks(weight: Tensor, scale: Tensor, block_size: Block, dtype: torch.dtype) -> Tensor:
+def dequantize_blocks(
+    weight: Tensor, scale: Tensor, block_size: Block, dtype: torch.dtype, scratch: Scratch | None = None
+) -> Tensor:
     """FP8 `weight` [N, K] times its block's scale [ceil(N / bn), ceil(K / bk)], as `dtype`.
+
+    scratch: holds the result, on a CPU, until the next call with it.
 
     The same bits as `kernels.ref.gemm.dequantize`, which does the work on other devices than a CPU, for
     scales that are not finite (or above 2^119), and for rows of blocks that hold a NaN.
@@ -70,12 +98,13 @@ def dequantize_blocks(weight: Tensor, scale: Tensor, block_size: Block, dtype: t
     rows, columns = weight.shape
     work = accumulation_dtype(dtype)
     wide = (scale.to(work) * _FP16_SHIFT).repeat_interleave(block_size[1], 1)[:, :columns]
-    result = torch.empty(rows, columns, dtype=dtype)
+    scratch = scratch or Scratch()
+    result = scratch.take("result", (rows, columns), dtype)
     codes = weight.view(torch.int8)
     items = _STEP_ITEMS if torch.get_num_threads() == 1 else _SERIAL_ITEMS
     step = min(max(1, items // max(1, columns)), max(1, rows))
-    # Memory that is new costs more than what is done in it, so each step uses the same.
-    room = torch.empty(step, columns, dtype=torch.int16), torch.empty(step, columns, dtype=work)
+    shape = (step, columns)
+    room = scratch.take("codes", shape, torch.int16), scratch.take("room", shape, work)
     for row in range(scale.shape[0]):
         first, last = row * block_size[0], min((row + 1) * block_size[0], rows)
         for start in range(first, last, step):

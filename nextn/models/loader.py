@@ -9,25 +9,22 @@ Host memory is bounded by `reader.host_bound`, whatever the size of the checkpoi
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
 
 from nextn.errors import CheckpointError
 from nextn.kernels.ref.gemm import Block, scale_shape
-from nextn.models.checkpoint import Checkpoint, StoredTensor, shorten
+from nextn.models.checkpoint import Checkpoint, StoredTensor, require_unchanged, shorten
 from nextn.models.fp8 import dequantize_blocks
 from nextn.models.progress import Progress
-from nextn.models.reader import LargeRoom, Reader
+from nextn.models.reader import LargeRoom, Reader, in_threads, processors
 from nextn.models.specs import TensorSpec
 
 _FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
@@ -90,9 +87,11 @@ def load_checkpoint(
     of which reads and moves tensors; `spec.load` is called from them, but never by two at a time, since a
     module may reallocate itself when it meets a tensor that is not FP8.
     Host memory: at most `host_bound(threads, largest part)` beside what `spec.load` fills.
-    Raises `CheckpointError` naming files and tensors.
+    Raises `CheckpointError` naming files and tensors, also those that were replaced meanwhile: what has been
+    loaded is of no use then.
     """
-    items, skipped = plan_load(Checkpoint(path), specs, skip=skip, block_size=block_size)
+    checkpoint = Checkpoint(path)
+    items, skipped = plan_load(checkpoint, specs, skip=skip, block_size=block_size)
     total = sum(part_bytes(item) for item in items)
     place, readers = device or torch.device("cpu"), threads or default_readers()
     with Progress(f"loading {path.name}", total, shown=progress) as meter:
@@ -100,6 +99,7 @@ def load_checkpoint(
         if place.type == "cuda":
             torch.cuda.synchronize(place)
             torch.cuda.empty_cache()  # the parts on their way are no memory of the model
+    require_unchanged(checkpoint.stamps)
     fp8 = sum(item.scale is not None for item in items)
     files = {stored.file for item in items for stored in item.stored}
     return LoadReport(len(items), fp8, skipped, total, read_bytes, len(files), meter.seconds)
@@ -107,7 +107,7 @@ def load_checkpoint(
 
 def default_readers() -> int:
     """Readers of a load: one a processor, and no more than keep any storage busy."""
-    return min(_MAX_READERS, os.cpu_count() or 1)
+    return min(_MAX_READERS, processors())
 
 
 def plan_load(
@@ -263,33 +263,22 @@ def _run(
 
     Returns the bytes read.
     """
-    queue: SimpleQueue[list[LoadItem]] = SimpleQueue()
-    for task in tasks:
-        queue.put(task)
-    stop, loading = threading.Event(), threading.Lock()
+    loading = threading.Lock()
     large = LargeRoom(max((_held_bytes(item, block_size) for task in tasks for item in task), default=0))
 
-    def work() -> int:
+    def work(taken: Iterator[list[LoadItem]], stop: threading.Event) -> int:
         reader = Reader(device, large)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            while not queue.empty() and not stop.is_set():
-                with suppress(Empty), closing(reader):
-                    for item in queue.get_nowait():
+            for task in taken:
+                with closing(reader):
+                    for item in task:
                         if stop.is_set():
                             break
                         _load_item(reader, item, block_size, loading)
                         meter.advance(part_bytes(item))
         return reader.read_bytes
 
-    with ThreadPoolExecutor(max_workers=max(1, min(readers, len(tasks)))) as pool:
-        futures = [pool.submit(work) for _ in range(min(readers, len(tasks)))]
-        try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-        finally:
-            stop.set()  # after an error or an interrupt the others end at their next tensor
-    return sum(future.result() for future in futures)
+    return sum(in_threads(work, tasks, max(1, min(readers, len(tasks)))))
 
 
 def part_bytes(item: LoadItem) -> int:
@@ -340,10 +329,7 @@ def _read_item(reader: Reader, item: LoadItem, block_size: Block) -> tuple[Tenso
     if item.scale is None:
         return weight, None
     blocks = [slice(a // size, -(-b // size)) for (a, b), size in zip(held, block_size, strict=True)]
-    scale = reader.read_host(item.scale, blocks).to(torch.float32)
-    if not torch.isfinite(scale).all():
-        raise CheckpointError(f"{item.scale.file} is corrupt: {item.scale.name} is not finite")
-    scale = reader.to_device(scale)
+    scale = reader.to_device(reader.read_scale(item.scale, blocks))
     if is_block_aligned(item.spec, block_size):
         return weight, scale
     ranges = zip(_part(item.spec), held, strict=True)

@@ -1,7 +1,8 @@
 """Writes checkpoint directories: streamed, sharded, resumable, and complete or not there at all.
 
 What is written lies in `.NAME.partial` beside the output until the last byte is on the disk; a run that is
-killed leaves it there, and the next run with the same plan goes on with it, tensor by tensor.
+killed leaves it there, and the next run with the same plan goes on with it, tensor by tensor. Several threads
+make tensors and write them, each at its place in the file, so that reading, arithmetic and the disk overlap.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ import os
 import re
 import shutil
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,24 +35,28 @@ from nextn.errors import CheckpointError, NextnError
 from nextn.models.checkpoint import (
     Checkpoint,
     Stamp,
+    StoredTensor,
     lay_out,
     read_config,
     read_header,
+    require_unchanged,
     shorten,
     stamp_of,
     tensor_nbytes,
     write_index,
     write_json,
-    write_tensors,
 )
 from nextn.models.progress import Progress, format_bytes
+from nextn.models.reader import in_threads, processors
 
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 4_300_000_000
 """Most bytes of a file, about as in the original checkpoint's 163 shards."""
 
-_SYNC_BYTES = 1 << 30
+_SYNC_BYTES = 1 << 29
+_MAX_WRITERS = 16
+_MOST_THREADS = 256
 _JOURNAL = "nextn_journal.json"
 _WORK_NAMES = {"lock", "plan.json", "plan.json.tmp", "output", "replaced"}
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".part")
@@ -65,8 +69,8 @@ RECORDS = {"nextn-export": "nextn_export.json", "nextn-convert": "nextn_conversi
 class NewTensor:
     """One tensor to write: its safetensors dtype code, its shape, and where its bytes come from.
 
-    pieces: the bytes in order; may be called again, and must give the same bytes then. Made in a thread of
-        its own, one ahead, so a piece's memory is not used again.
+    pieces: the bytes in order, as the file has them; may be called again, from any thread, and must give the
+        same bytes then. A piece has been taken when the next one is asked for.
     """
 
     name: str
@@ -82,7 +86,7 @@ class NewTensor:
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
-    """One safetensors file to write; its tensors' pieces are asked for in this order."""
+    """One safetensors file to write; its tensors are begun in this order, whatever their layout."""
 
     name: str
     tensors: tuple[NewTensor, ...]
@@ -127,6 +131,13 @@ def parse_size(text: str) -> int:
     if size == 0 or size % 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, or a number and KB, MB or GB")
     return int(size)
+
+
+def parse_threads(text: str) -> int:
+    """A number of threads on the command line (an `argparse` type)."""
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_THREADS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads from 1 to {_MOST_THREADS}")
+    return int(text)
 
 
 def run_command(prog: str, work: Callable[[], str | None]) -> int:
@@ -189,27 +200,56 @@ def write_output(
     force: bool,
     verify: bool,
     progress: bool,
+    threads: int | None,
 ) -> float:
-    """Write the directory `out`: `files`, what describes them, and the source's other files.
+    """Write the directory `out`, made of `source`: `files` and the source's other files (`write_directory`).
 
-    command, dtype: what is done, a key of RECORDS and its option. index: as in `write_description`.
-    force: replace an earlier output of this command. verify: read the weights back and compare them.
+    command, dtype: what is done, a key of RECORDS and its option. force: replace an earlier output of this
+    command. Returns the seconds that writing took. Raises `CheckpointError`, also if the source changed.
+    """
+    stamps = source.stamps
+    refuse_sources_in(out, stamps)
+    plan = describe_plan(files, stamps, command=command, dtype=dtype)
+
+    def finish(staging: Path) -> None:
+        write_json(staging / RECORDS[command], {"source": source.path.resolve().name, "stored_as": dtype})
+        require_unchanged(stamps)
+
+    return write_directory(
+        output_directory(out, plan=plan, force=force, is_ours=partial(is_output_of, command)),
+        files, config, source.others, f"{command} {source.path.name}", index=index, verify=verify,
+        progress=progress, threads=threads, finish=finish,
+    )  # fmt: skip
+
+
+def write_directory(
+    output: AbstractContextManager[Path],
+    files: Sequence[NewFile],
+    config: Mapping[str, Any],
+    others: Iterable[Path],
+    label: str,
+    *,
+    index: bool | None = None,
+    verify: bool = False,
+    progress: bool = False,
+    threads: int | None = None,
+    finish: Callable[[Path], None] = lambda staging: None,
+) -> float:
+    """Fill an `output_directory`: copies of `others`, `files`, and what describes them.
+
+    label: what is being done. index: as in `write_description`. verify: read the weights back and compare
+    them. threads: see `write_files`. finish: called with the directory when all else is in it.
     Returns the seconds that writing took, without the comparison. Raises `CheckpointError`.
     """
-    refuse_sources_in(out, source.stamps)
-    plan = describe_plan(files, source.stamps, command=command, dtype=dtype)
     total = sum(file.nbytes for file in files) * (1 + verify)
-    label = f"{command} {source.path.name}"
-    output = output_directory(out, plan=plan, force=force, is_ours=partial(is_output_of, command))
     with serial_operations(), output as staging, Progress(label, total, shown=progress) as meter:
-        copy_files(source.others, staging)
-        write_files(staging, files, meter.advance)
+        copy_files(others, staging)
+        write_files(staging, files, meter.advance, threads)
         seconds = meter.seconds
         if verify:
-            verify_files(staging, files, meter.advance)
+            verify_files(staging, files, meter.advance, threads)
         write_description(staging, files, config, index=index)
-        write_json(staging / RECORDS[command], {"source": source.path.resolve().name, "stored_as": dtype})
-        require_unchanged(plan)
+        finish(staging)
     return seconds
 
 
@@ -224,9 +264,9 @@ def is_output_of(command: str, directory: Path) -> bool:
 
 @contextmanager
 def serial_operations() -> Iterator[None]:
-    """PyTorch without threads of its own, while one thread makes pieces and another writes them.
+    """PyTorch without threads of its own, while several threads make tensors.
 
-    Its threads would share the processors with these two, and wait for each other after each small operation.
+    Its threads would share the processors with these, and wait for each other after each small operation.
     """
     count = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -252,14 +292,13 @@ def describe_plan(
     }
 
 
-def require_unchanged(plan: dict[str, Any]) -> None:
-    """Raise `CheckpointError` if a source is no longer what it was before it was read."""
-    changed = [name for name, stamp in plan["sources"].items() if list(stamp_of(Path(name))) != stamp]
-    if changed:
-        raise CheckpointError(f"files changed while they were read: {shorten(changed)}; run it again")
+def _is_never_ours(directory: Path) -> bool:
+    return False
 
 
-def refuse_output(out: Path, *, force: bool, is_ours: Callable[[Path], bool]) -> None:
+def refuse_output(
+    out: Path, *, force: bool = False, is_ours: Callable[[Path], bool] = _is_never_ours
+) -> None:
     """Raise `CheckpointError` unless `out` may be written: absent, empty, or to be replaced (`force`).
 
     is_ours: whether a filled directory is an earlier output of the same kind; no other is ever replaced.
@@ -315,7 +354,12 @@ def _as_sentence(text: str) -> Iterator[None]:
 
 @contextmanager
 def output_directory(
-    out: Path, *, plan: object, force: bool, is_ours: Callable[[Path], bool], resume: bool = True
+    out: Path,
+    *,
+    plan: object,
+    force: bool = False,
+    is_ours: Callable[[Path], bool] = _is_never_ours,
+    resume: bool = True,
 ) -> Iterator[Path]:
     """A directory to write into that takes `out`'s place when the block ends well.
 
@@ -459,81 +503,176 @@ def _remove(work: Path) -> None:
 
 
 def write_files(
-    staging: Path, files: Sequence[NewFile], advance: Callable[[int], None] = lambda nbytes: None
+    staging: Path,
+    files: Sequence[NewFile],
+    advance: Callable[[int], None] = lambda nbytes: None,
+    threads: int | None = None,
 ) -> None:
     """Write all `files` into the directory `staging`, going on where an earlier run with them was cut off.
 
-    A file has the name NAME.part until it is whole and on the disk. A journal says which of its tensors are
-    on the disk; it is written about every GiB. advance: called with the bytes of data as they are done, also
-    those of earlier runs. Raises `CheckpointError`, before anything is written if the disk has too little
-    room.
+    A file has the name NAME.part until it is whole and on the disk. A journal says how many tensors of the
+    first one that is not whole are on the disk; it is written about every half GiB. advance: called from
+    several threads with the bytes of data as they are done, also those of earlier runs. threads: that make
+    and write tensors, a piece at a time each (default: one a processor, 16 at most). Raises
+    `CheckpointError`, before anything is written if the disk has too little room.
     """
     journal = staging / _JOURNAL
     try:
         todo = [file for file in files if not _is_whole(staging / file.name, file)]
         done = _read_journal(journal, staging, todo[0]) if todo else 0
         _require_space(staging, todo)
+        if not done:
+            journal.unlink(missing_ok=True)  # it may speak of a file that is begun anew
         advance(sum(file.nbytes for file in files) - sum(file.nbytes for file in todo))
-        with ThreadPoolExecutor(max_workers=1) as maker:
-            for file in todo:
-                _write_file(staging, file, done, maker, advance)
-                done = 0
+        if todo:
+            advance(sum(tensor.nbytes for tensor in todo[0].tensors[:done]))
+        _Writer(staging, todo, done, advance).run(threads or default_threads())
         journal.unlink(missing_ok=True)
     except OSError as error:
         raise _write_error(staging, error) from error
 
 
-def _write_file(
-    staging: Path, file: NewFile, done: int, maker: ThreadPoolExecutor, advance: Callable[[int], None]
-) -> None:
-    """Write one file, of which the first `done` tensors are in its .part already."""
-    part, unsynced = staging / f"{file.name}.part", 0
-
-    def after(stream: BinaryIO, count: int) -> None:
-        nonlocal unsynced
-        unsynced += file.tensors[count - 1].nbytes
-        is_last = count == len(file.tensors)
-        if (is_last or unsynced >= _SYNC_BYTES) and not _is_same(stream.fileno(), part):
-            raise CheckpointError(f"{part} was removed while it was written; run it again")
-        if unsynced >= _SYNC_BYTES:
-            stream.flush()
-            os.fsync(stream.fileno())
-            _write_journal(staging / _JOURNAL, file.name, count)
-            unsynced = 0
-
-    advance(sum(tensor.nbytes for tensor in file.tensors[:done]))
-    pieces = _made_ahead(file.tensors[done:], maker)
-    write_tensors(part, file.entries, pieces, advance, done=done, after=after)
-    _sync(part)
-    part.rename(staging / file.name)
+def default_threads() -> int:
+    """Threads that write an output: one a processor, and no more than keep any disk busy."""
+    return min(_MAX_WRITERS, processors())
 
 
-def _made_ahead(
-    tensors: Sequence[NewTensor], maker: ThreadPoolExecutor
-) -> Callable[[str], Iterator[bytes | memoryview]]:
-    """The tensors' pieces, to be asked for in their order; the next one is made while one is written."""
+def _runs(tensors: Sequence[NewTensor], first: int) -> list[list[int]]:
+    """Which tensors, from `first` on, one thread makes one after the other: a weight and then its scale.
 
-    def made() -> Iterator[tuple[str, bytes | memoryview]]:
-        for tensor in tensors:
-            yield tensor.name, b""  # so that each tensor has a group, and none is begun before its turn
-            for piece in tensor.pieces():
-                yield tensor.name, piece
+    At least one run, if of nothing: somebody must finish the file.
+    """
+    numbers = range(first, len(tensors))
+    groups = groupby(numbers, key=lambda number: tensors[number].name.removesuffix("_scale_inv"))
+    return [list(group) for _, group in groups] or [[]]
 
-    def ahead() -> Iterator[tuple[str, bytes | memoryview]]:
-        source = made()
-        coming = maker.submit(next, source, None)
-        while (item := coming.result()) is not None:
-            coming = maker.submit(next, source, None)
-            yield item
 
-    groups = groupby(ahead(), key=itemgetter(0))
+class _Part:
+    """A file while it is written, as NAME.part. The first `done` of its tensors are there already.
 
-    def pieces(name: str) -> Iterator[bytes | memoryview]:
-        key, group = next(groups)
-        assert key == name, f"{name} was asked for when it was the turn of {key}"
-        return (piece for _, piece in group)
+    pending: numbers of the tensors that are not written yet. unsynced: bytes written since the last flush.
+    """
 
-    return pieces
+    def __init__(self, staging: Path, file: NewFile, done: int) -> None:
+        self.file, self.done = file, done
+        self.path, self.layout = staging / f"{file.name}.part", lay_out(file.entries)
+        self.pending = set(range(done, len(file.tensors)))
+        self.unsynced = 0
+        self.is_whole = False
+        self.stream: BinaryIO | None = None
+
+    def open(self) -> None:
+        """Open the file; a new one gets its header."""
+        self.stream = self.path.open("r+b" if self.done else "wb", buffering=0)
+        if not self.done:
+            self.write(self.layout.header, 0)
+
+    def close(self) -> None:
+        """Close the file if it is open."""
+        if self.stream is not None:
+            self.stream.close()
+
+    def write(self, data: bytes | memoryview, position: int) -> None:
+        """Write bytes at a place; from any thread."""
+        assert self.stream is not None, f"{self.path} is not open"
+        left = memoryview(data)
+        while left:
+            count = os.pwrite(self.stream.fileno(), left, position)
+            left, position = left[count:], position + count
+
+    def count_written(self) -> int:
+        """How many of the first tensors are written."""
+        return min(self.pending, default=len(self.file.tensors))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to bring what is written to the disk."""
+        return not self.pending or self.unsynced >= _SYNC_BYTES
+
+    def sync(self) -> None:
+        """Bring what is written so far to the disk."""
+        assert self.stream is not None, f"{self.path} is not open"
+        if not _is_same(self.stream.fileno(), self.path):
+            raise CheckpointError(f"{self.path} was removed while it was written; run it again")
+        os.fsync(self.stream.fileno())
+        # Their pages are used again for the next bytes; fresh ones cost more, and would push out other files.
+        os.posix_fadvise(self.stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def finish(self) -> None:
+        """Give the file, which is whole and on the disk, its name."""
+        self.close()
+        self.path.rename(self.path.with_name(self.file.name))
+        self.is_whole = True
+
+
+class _Writer:
+    """Several threads on their way through files: each takes the next tensor, makes it and writes it.
+
+    Whoever has written the last bytes of a file, or of half a GiB, flushes it while the others go on; they
+    wait when the next half is there, so that a GiB at most is lost with the process.
+    """
+
+    def __init__(
+        self, staging: Path, files: Sequence[NewFile], done: int, advance: Callable[[int], None]
+    ) -> None:
+        self._journal, self._advance = staging / _JOURNAL, advance
+        self._parts = [_Part(staging, file, 0 if at else done) for at, file in enumerate(files)]
+        self._lock, self._flushing = threading.Lock(), threading.Lock()
+
+    def run(self, threads: int) -> None:
+        """Write everything; an error in any thread is raised when all have ended."""
+        try:
+            in_threads(self._work, self._tasks(), threads)
+        finally:
+            for part in self._parts:
+                part.close()
+
+    def _tasks(self) -> Iterator[tuple[_Part, list[int]]]:
+        for part in self._parts:
+            part.open()
+            for run in _runs(part.file.tensors, part.done):
+                yield part, run
+
+    def _work(self, tasks: Iterator[tuple[_Part, list[int]]], stop: threading.Event) -> None:
+        for part, run in tasks:
+            if all(self._write(part, part.file.tensors[number], stop) for number in run):
+                self._finish(part, run)
+
+    def _write(self, part: _Part, tensor: NewTensor, stop: threading.Event) -> bool:
+        """Write one tensor, or a part of it if the others stop; returns whether it is there."""
+        begin, end = part.layout.places[tensor.name]
+        written = 0
+        for piece in tensor.pieces():
+            if stop.is_set():
+                return False
+            written += len(piece)
+            if begin + written > end:
+                break  # it would run into the next tensor
+            part.write(piece, begin + written - len(piece))
+            self._advance(len(piece))
+        if begin + written != end:
+            raise CheckpointError(
+                f"{part.path}: {tensor.name} came as {written} bytes instead of {end - begin}"
+            )
+        return True
+
+    def _finish(self, part: _Part, run: Sequence[int]) -> None:
+        """Note that some tensors are written, and flush what is due."""
+        with self._lock:
+            part.pending.difference_update(run)
+            part.unsynced += sum(part.file.tensors[number].nbytes for number in run)
+            if not part.is_due:
+                return
+        with self._flushing:
+            with self._lock:
+                if part.is_whole or not part.is_due:
+                    return  # another thread came first
+                count, part.unsynced = part.count_written(), 0
+            part.sync()
+            if count == len(part.file.tensors):
+                part.finish()
+            elif part is next(part for part in self._parts if not part.is_whole):
+                _write_journal(self._journal, part.file.name, count)
 
 
 def _is_whole(path: Path, file: NewFile) -> bool:
@@ -570,13 +709,10 @@ def _read_journal(journal: Path, staging: Path, file: NewFile) -> int:
 
 
 def _require_space(staging: Path, todo: Sequence[NewFile]) -> None:
-    """Refuse to begin what the disk cannot hold; what is there of the first file is written over."""
-    if not todo:
-        return
+    """Refuse to begin what the disk cannot hold; what is there of the files is written over."""
     needed = sum(lay_out(file.entries).nbytes for file in todo)
-    part = staging / f"{todo[0].name}.part"
-    if part.is_file():
-        needed -= part.stat().st_blocks * 512
+    parts = [staging / f"{file.name}.part" for file in todo]
+    needed -= sum(part.stat().st_blocks * 512 for part in parts if part.is_file())
     free = shutil.disk_usage(staging).free
     if needed > free:
         raise CheckpointError(
@@ -585,51 +721,87 @@ def _require_space(staging: Path, todo: Sequence[NewFile]) -> None:
 
 
 def verify_files(
-    directory: Path, files: Sequence[NewFile], advance: Callable[[int], None] = lambda nbytes: None
+    directory: Path,
+    files: Sequence[NewFile],
+    advance: Callable[[int], None] = lambda nbytes: None,
+    threads: int | None = None,
 ) -> None:
     """Read the files in `directory` back and compare names, dtypes, shapes and every byte of data.
 
     The pieces are made again, so that what a conversion wrote is compared with a second conversion. A file
-    that differs, or cannot be read, is removed, lest a later run goes on with it. advance: called with the
-    number of bytes after each piece. Raises `CheckpointError` naming file and tensor.
+    that differs, or cannot be read, is removed, lest a later run goes on with it. advance, threads: as in
+    `write_files`. Raises `CheckpointError` naming file and tensor.
     """
     written = Checkpoint(directory)
     expected = {tensor.name for file in files for tensor in file.tensors}
     if written.names() != expected:
         different = shorten(sorted(written.names() ^ expected))
         raise CheckpointError(f"{directory}: other tensors were written than planned: {different}")
-    for file in files:
-        try:
-            _verify_file(directory / file.name, file, advance)
-        except (_Difference, OSError):  # and not what stopped the second conversion
-            (directory / file.name).unlink(missing_ok=True)
-            raise
+
+    bad: set[Path] = set()
+
+    def tasks() -> Iterator[list[tuple[NewTensor, StoredTensor]]]:
+        for file in files:
+            with _noted_if_different(directory / file.name, bad):
+                header = _verified_header(directory / file.name, file)
+            for run in _runs(file.tensors, 0):
+                yield [(file.tensors[number], header[file.tensors[number].name]) for number in run]
+
+    def work(taken: Iterator[list[tuple[NewTensor, StoredTensor]]], stop: threading.Event) -> None:
+        for run in taken:
+            for tensor, stored in run:
+                with _noted_if_different(stored.file, bad):
+                    _verify_tensor(tensor, stored, advance, stop)
+
+    try:
+        in_threads(work, tasks(), threads or default_threads())
+    finally:
+        for file in bad:  # only now, since other threads may have been reading it
+            file.unlink(missing_ok=True)
 
 
 class _Difference(CheckpointError):
     """A written file is not what was to be written."""
 
 
-def _verify_file(path: Path, file: NewFile, advance: Callable[[int], None]) -> None:
-    _forget_cached(path)
+@contextmanager
+def _noted_if_different(file: Path, bad: set[Path]) -> Iterator[None]:
+    """Add a file to `bad` if it turns out to differ, or not to be readable, and not if a source does."""
+    try:
+        yield
+    except (_Difference, OSError):
+        bad.add(file)
+        raise
+
+
+def _verified_header(path: Path, file: NewFile) -> Mapping[str, StoredTensor]:
+    """Where the tensors of a written file lie, which are those planned; its pages are no longer cached."""
+    forget_cached(path)
     header = read_header(path)
     found = {name: (stored.dtype, stored.shape) for name, stored in header.items()}
     if found != file.entries:
         names = [name for name in sorted(found | file.entries) if found.get(name) != file.entries.get(name)]
         raise _Difference(f"{path} holds other tensors than planned: {shorten(names)}")
-    with path.open("rb") as stream:
-        for tensor in file.tensors:
-            stream.seek(header[tensor.name].begin)
-            for piece in tensor.pieces():
-                data = stream.read(memoryview(piece).nbytes)
-                if data != piece:
-                    raise _Difference(f"{path}: {tensor.name} differs from what was to be written")
-                advance(len(data))
-            if stream.tell() != header[tensor.name].end:
-                raise _Difference(f"{path}: {tensor.name} is longer than what was to be written")
+    return header
 
 
-def _forget_cached(path: Path) -> None:
+def _verify_tensor(
+    tensor: NewTensor, stored: StoredTensor, advance: Callable[[int], None], stop: threading.Event
+) -> None:
+    """Compare one tensor with what was written, unless the others stop."""
+    with stored.file.open("rb") as stream:
+        stream.seek(stored.begin)
+        for piece in tensor.pieces():
+            if stop.is_set():
+                return
+            if stream.read(len(piece)) != bytes(piece):  # a memoryview is compared item by item
+                raise _Difference(f"{stored.file}: {tensor.name} differs from what was to be written")
+            advance(len(piece))
+        if stream.tell() != stored.end:
+            raise _Difference(f"{stored.file}: {tensor.name} is longer than what was to be written")
+
+
+def forget_cached(path: Path) -> None:
     """Ask the system to read a file from its disk again, where it can."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -27,16 +27,12 @@ from nextn.models.fp8 import quantize_blocks
 from nextn.models.output import (
     SHARD_BYTES,
     NewTensor,
-    copy_files,
     describe_plan,
     output_directory,
     plan_files,
     refuse_output,
-    serial_operations,
-    write_description,
-    write_files,
+    write_directory,
 )
-from nextn.models.progress import Progress
 from nextn.models.reader import DTYPES
 from nextn.models.specs import TensorSpec
 from nextn.models.weights import copy_names, meta_models
@@ -74,7 +70,7 @@ def write_random_checkpoint(
     """
     cfg = ModelConfig.from_dict(config)
     pool = _Pool(seed, cfg.weight_block_size)
-    _write(
+    write_made(
         config, out, partial(_random_tensors, pool=pool, seed=seed), stored_as, seed=seed,
         shard_size=shard_size, nextn_copies=nextn_copies, tokenizer=tokenizer, progress=progress,
     )  # fmt: skip
@@ -94,7 +90,8 @@ def write_checkpoint(
     """The same with given weights: float tensors by the checkpoint's names, or what gives them one at a time.
 
     A mapping has exactly the model's tensors; the NextN layer's copies are made of the target's. Linear
-    layers but eh_proj are quantised for 'fp8'. An output that an interrupted run left is begun anew.
+    layers but eh_proj are quantised for 'fp8'. An output that an interrupted run left is begun anew. A
+    function is called from one thread, another one than the caller's.
     """
     if isinstance(weights, Mapping):
         cfg = ModelConfig.from_dict(config)
@@ -102,45 +99,44 @@ def write_checkpoint(
         if weights.keys() != names:
             raise CheckpointError(f"{out}: {_difference(names, weights.keys())}")
         weights = weights.__getitem__
-    _write(
+    write_made(
         config, out, partial(_given_tensors, weights=weights), stored_as, seed=None, shard_size=shard_size,
-        nextn_copies=nextn_copies, tokenizer=tokenizer, progress=progress,
+        nextn_copies=nextn_copies, tokenizer=tokenizer, progress=progress, threads=1,
     )  # fmt: skip
 
 
-def _write(
+def write_made(
     config: Mapping[str, Any],
     out: Path,
     make: Callable[[TensorSpec, Mapping[str, Tensor], Block], list[NewTensor]],
     stored_as: StoredAs,
     *,
-    seed: int | None,
+    seed: int | str | None,
     shard_size: int,
-    nextn_copies: bool,
-    tokenizer: Path | None,
+    nextn_copies: bool = True,
+    tokenizer: Path | None = None,
     progress: bool,
+    threads: int | None = None,
 ) -> None:
-    """Write the tensors that `make` gives for each spec; seed: what decides their values, or None."""
+    """Write the tensors that `make` gives for a spec, its tensors (`plan_checkpoint`) and the block size.
+
+    seed: what else decides their values; without one an interrupted run is begun anew. threads: as in
+    `write_files`. All else is as in `write_random_checkpoint`.
+    """
     cfg = ModelConfig.from_dict(config)
     if cfg.is_exported_draft:
         raise CheckpointError("config.json describes an exported NextN layer; give that of a whole model")
-    refuse_output(out, force=False, is_ours=_is_never_replaced)
+    refuse_output(out)
     others = find_tokenizer(tokenizer) if tokenizer is not None else []
     specs = plan_checkpoint(cfg, stored_as, nextn_copies=nextn_copies)
     files = plan_files((make(spec, tensors, cfg.weight_block_size) for spec, tensors in specs), shard_size)
-    meter = Progress(f"writing {out.name}", sum(file.nbytes for file in files), shown=progress)
     plan = describe_plan(files, {}, seed=seed, config=dict(config), stored_as=stored_as)
     dtype = "float32" if stored_as == "fp32" else "bfloat16"
-    resume = seed is not None
-    output = output_directory(out, plan=plan, force=False, is_ours=_is_never_replaced, resume=resume)
-    with serial_operations(), output as staging, meter:
-        copy_files(others, staging)
-        write_files(staging, files, meter.advance)
-        write_description(staging, files, corrected_config(config, has_fp8=stored_as == "fp8", dtype=dtype))
-
-
-def _is_never_replaced(directory: Path) -> bool:
-    return False
+    write_directory(
+        output_directory(out, plan=plan, resume=seed is not None), files,
+        corrected_config(config, has_fp8=stored_as == "fp8", dtype=dtype), others, f"writing {out.name}",
+        progress=progress, threads=threads,
+    )  # fmt: skip
 
 
 def plan_checkpoint(

@@ -1,4 +1,4 @@
-"""Reads parts of stored tensors into memory that is bounded and used again, and on to a device.
+"""Reads parts of stored tensors into memory that is bounded and used again, and on to a device; in threads.
 
 Plain reads, not a mapped file: a file that ends early or a disk that fails is then an error with a name,
 where a mapping would end the process; and a GPU takes pinned buffers at the full speed of its link.
@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +34,56 @@ KEPT_BYTES = 64 << 20
 """Most bytes of a tensor that a reader's own memory holds; of larger ones there is one at a time."""
 
 
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+def processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_threads(
+    work: Callable[[Iterator[Task], threading.Event], Result], tasks: Iterable[Task], threads: int
+) -> list[Result]:
+    """Call `work` in several threads, each with an iterator over the tasks that no other one has taken.
+
+    Tasks are taken in their order. The first error, or an interrupt, is raised when all threads have ended:
+    the iterators end, and an event tells who is in the middle of a long task.
+    """
+    source, lock = iter(tasks), threading.Lock()
+    begin, stop = threading.Event(), threading.Event()
+
+    def taken() -> Iterator[Task]:
+        while not stop.is_set():
+            with lock:
+                try:
+                    task = next(source)
+                except StopIteration:
+                    return
+            yield task
+
+    def run() -> Result:
+        begin.wait()  # until the pool knows all threads: one that an interrupt hides from it does no work
+        return work(taken(), stop)
+
+    futures: list[Future[Result]] = []
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        try:
+            futures += [pool.submit(run) for _ in range(threads)]
+            begin.set()
+            waiting = set(futures)
+            # With a pause: an interrupt is not seen if it comes just before one begins to wait.
+            while waiting:
+                done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+        finally:
+            stop.set()
+            begin.set()
+    return [future.result() for future in futures]
+
+
 def host_bound(readers: int, largest: int) -> int:
     """Most bytes of host memory that `readers` readers use for tensors whose largest part has `largest`.
 
@@ -44,9 +96,12 @@ def host_bound(readers: int, largest: int) -> int:
 
 
 class LargeRoom:
-    """Memory for one tensor above KEPT_BYTES, shared by all readers of a load; used again by the next one."""
+    """Memory for one tensor above KEPT_BYTES, shared by all readers of a load; used again by the next one.
 
-    def __init__(self, largest: int) -> None:
+    largest: bytes of the largest one, if it is known; otherwise the memory grows.
+    """
+
+    def __init__(self, largest: int = 0) -> None:
         self._bytes = largest
         self._buffer: Tensor | None = None
         self.lock = threading.Lock()
@@ -54,8 +109,8 @@ class LargeRoom:
     def view(self, nbytes: int) -> Tensor:
         """[nbytes] uint8; only for whoever holds the lock."""
         assert self.lock.locked(), "a large tensor is read outside of its room"
-        if self._buffer is None:
-            self._buffer = torch.empty(self._bytes, dtype=torch.uint8)
+        if self._buffer is None or self._buffer.nbytes < nbytes:
+            self._buffer = torch.empty(max(self._bytes, nbytes), dtype=torch.uint8)
         return self._buffer[:nbytes]
 
 
@@ -128,6 +183,15 @@ class Reader:
         part = torch.empty(rows.stop - rows.start, width, dtype=dtype)
         self._fill(part, stored, rows.start * width * dtype.itemsize)
         return part[:, columns]
+
+    def read_scale(self, stored: StoredTensor, region: Sequence[slice]) -> Tensor:
+        """The same for scales, in float32; raises `CheckpointError` for one that no quantising gives."""
+        scale = self.read_host(stored, region).to(torch.float32)
+        if not torch.isfinite(scale).all():
+            raise CheckpointError(f"{stored.file} is corrupt: {stored.name} is not finite")
+        if (scale < 0).any():
+            raise CheckpointError(f"{stored.file} is corrupt: {stored.name} holds negative scales")
+        return scale
 
     def to_device(self, small: Tensor) -> Tensor:
         """A small host tensor on the device, without waiting for it on a GPU."""

@@ -1,7 +1,8 @@
-"""Writes one small checkpoint directory; as a program, it dies at a given step as a killed process does."""
+"""Writes small checkpoint directories; as a program, in processes that die at a step as killed ones do."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -56,12 +57,13 @@ def write(
     made: Callable[[str], object] = lambda name: None,
     salt: int = 0,
     count: int = 4,
+    threads: int = 1,
 ) -> None:
-    """Write the directory `out`."""
+    """Write the directory `out`, tensors one after the other unless there are more threads."""
     files = small_files(made, salt, count)
     plan = describe_plan(files, {}, salt=salt)
     with output_directory(out, plan=plan, force=force, is_ours=is_output) as staging:
-        write_files(staging, files)
+        write_files(staging, files, threads=threads)
         write_description(staging, files, {"salt": salt})
 
 
@@ -88,8 +90,24 @@ def die_at(step: int) -> list[int]:
     return calls
 
 
+def run_until(out: str, step: int, threads: int) -> int:
+    """Write two files as `out` in a process of its own that ends at a step.
+
+    Returns its exit status: 9 if it died, or 100 plus the number of its steps if it came to its end.
+    """
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            calls = die_at(step)
+            write(Path(out), count=2, force=True, threads=threads)
+            status = 100 + calls[0]
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 if __name__ == "__main__":
     output._SYNC_BYTES = 1  # a journal entry after every tensor
-    calls = die_at(int(sys.argv[2]))
-    write(Path(sys.argv[1]), count=2, force=True)
-    print(*calls)
+    for line in sys.stdin:  # one process imports all modules, and its children need not
+        print(run_until(*json.loads(line)), flush=True)

@@ -37,6 +37,7 @@ from tests.models.checkpoints import (  # noqa: F401 - small_readers serves by b
     Tensors,
     capturing,
     read_all,
+    reference,
     rewrite,
     small_config,
     small_readers,
@@ -192,6 +193,8 @@ DAMAGED: dict[str, tuple[Tensors, str]] = {
     "NaN scale, copied": ({"w": torch.ones(1, 2).to(FP8), "s": torch.full((1, 1), math.nan)}, "keep"),
     "NaN in E8M0": ({"w": torch.ones(1, 2).to(FP8), "s": E8M0_NAN}, "keep"),
     "product beyond bf16": ({"w": torch.full((1, 2), 448.0).to(FP8), "s": torch.tensor([[1e37]])}, "bf16"),
+    "negative scale": ({"w": torch.ones(1, 2).to(FP8), "s": torch.tensor([[-1.0]])}, "bf16"),
+    "negative scale, copied": ({"w": torch.ones(1, 2).to(FP8), "s": torch.tensor([[-1.0]])}, "fp8"),
     "NaN": ({"w": torch.tensor([[1.0, math.nan]])}, "bf16"),
     "NaN, quantised": ({"w": torch.tensor([[1.0, math.nan]])}, "fp8"),
     "infinity, quantised": ({"w": torch.tensor([[1.0, -math.inf]]).bfloat16()}, "fp8"),
@@ -203,12 +206,13 @@ DAMAGED: dict[str, tuple[Tensors, str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGED)
-def test_values_that_are_not_finite_are_damage(tmp_path: Path, kind: str) -> None:
+def test_values_that_no_model_has_are_damage(tmp_path: Path, kind: str) -> None:
     """In weights and scales, converted or copied: an error that names the file and the tensor."""
     tensors, to = DAMAGED[kind]
     stored = stored_in(tmp_path, tensors)
     new = convert_tensor("n", stored["w"], stored.get("s"), to, quantize=True, block_size=BLOCK)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match=r"x\.safetensors.*[ws] (holds values that are|is) not finite"):
+    kinds = r"holds values that are not finite|is not finite|holds negative scales"
+    with pytest.raises(CheckpointError, match=rf"x\.safetensors.*[ws] ({kinds})"):
         make(new)
 
 
@@ -344,6 +348,22 @@ def test_a_mixed_checkpoint_becomes_one_format(fp8: Path, tmp_path: Path) -> Non
     assert all(name.endswith("e_score_correction_bias") for name in biases)
     for name in changed:
         assert_close(after[name], before[name].bfloat16(), "bitwise", what=name)
+
+
+def test_an_eh_proj_in_fp8_is_not_in_the_official_format(fp8: Path, tmp_path: Path) -> None:
+    """It becomes bf16, and nothing else changes."""
+    name = "model.layers.2.eh_proj.weight"
+
+    def change(tensors: Tensors) -> None:
+        tensors[name], tensors[f"{name}_scale_inv"] = quantize_blocks(tensors[name], BLOCK)
+
+    source = rewrite(fp8, tmp_path / "source", change)
+    assert run(source, tmp_path / "out", "fp8").converted == 1
+    found, before = read_all(tmp_path / "out"), read_all(source)
+    assert found.keys() == before.keys() - {f"{name}_scale_inv"}
+    for key, tensor in found.items():
+        wanted = before[key] if key != name else reference(before, name).bfloat16()
+        assert_close(tensor, wanted, "bitwise", what=key)
 
 
 def without_layer(tensors: Tensors) -> None:
@@ -603,7 +623,7 @@ def test_command_prints_a_summary(fp8: Path, tmp_path: Path, capsys: pytest.Capt
         "bf16",
         "--verify",
     ]
-    assert main(arguments) == 0
+    assert main([*arguments, "--threads", "2"]) == 0
     text = capsys.readouterr().out
     for part in (" converted) in 1 files", " MB -> ", " GB/s)", "3 other files", "verified"):
         assert part in text

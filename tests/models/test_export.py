@@ -27,6 +27,7 @@ from nextn.models import checkpoint, export, output
 from nextn.models.checkpoint import INDEX_NAME, Checkpoint, StoredTensor, write_index
 from nextn.models.convert import convert_checkpoint
 from nextn.models.export import export_nextn, find_nextn, main
+from nextn.models.fp8 import quantize_blocks
 from nextn.models.output import RECORDS
 from nextn.models.progress import Progress
 from nextn.models.random_checkpoint import StoredAs, plan_checkpoint, write_random_checkpoint
@@ -224,6 +225,28 @@ def test_a_dtype_that_the_layer_has_changes_no_byte(source: Path, tmp_path: Path
     run(source, tmp_path / "fp8", dtype="fp8")
     changed = dict(snapshot(tmp_path / "fp8").items() ^ snapshot(tmp_path / "keep").items())
     assert changed.keys() == {RECORD}
+
+
+@pytest.mark.parametrize("dtype", ["keep", "fp8", "bf16"])
+def test_an_eh_proj_in_fp8_becomes_bf16(source: Path, tmp_path: Path, dtype: Any) -> None:
+    """As in official checkpoints: SGLang and vLLM have no place for its scale. Nothing else is different."""
+    name = PREFIX + "eh_proj.weight"
+
+    def change(tensors: Tensors) -> None:
+        tensors[name], tensors[f"{name}_scale_inv"] = quantize_blocks(tensors[name], (128, 128))
+
+    model = rewrite(source, tmp_path / "model", change)
+    report = run(model, tmp_path / "out", dtype=dtype, verify=True)
+    plain = run(source, tmp_path / "plain", dtype=dtype)
+    assert report.converted == plain.converted + 1
+    assert report.tensors == plain.tensors
+    found, expected = read_all(tmp_path / "out"), read_all(tmp_path / "plain")
+    expected[DRAFT + "eh_proj.weight"] = reference(read_all(model), name).bfloat16()
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert_close(found[key], tensor, "bitwise", what=key)
+    for file in ("config.json", INDEX_NAME):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
 
 
 def test_lists_of_plain_modules_speak_of_the_drafts_layer(source: Path, tmp_path: Path) -> None:
@@ -574,9 +597,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     names: list[str] = []
     chunks = StoredTensor.chunks
 
-    def counted(tensor: StoredTensor) -> Iterator[bytes]:
+    def counted(tensor: StoredTensor, room: memoryview) -> Iterator[memoryview]:
         names.append(tensor.name)
-        return chunks(tensor)
+        return chunks(tensor, room)
 
     monkeypatch.setattr(StoredTensor, "chunks", counted)
     return names
@@ -589,6 +612,7 @@ def test_a_run_that_was_cut_off_is_gone_on_with(
     """Wherever it ended nothing stands in the output's place; what was written is not read again."""
     plant, least = CUTS[cut]
     monkeypatch.setattr(output, "_SYNC_BYTES", 1)
+    monkeypatch.setattr(output, "default_threads", lambda: 1)  # so that no thread is far behind
     run(source, tmp_path / "whole")
     total = len(read)
     with monkeypatch.context() as patch:

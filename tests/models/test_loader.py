@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,15 +26,15 @@ from nextn.config import EngineConfig, ModelConfig
 from nextn.errors import CheckpointError
 from nextn.kernels.comm import TensorParallel
 from nextn.models import reader
-from nextn.models.checkpoint import Checkpoint, read_header, write_tensors
+from nextn.models.checkpoint import Checkpoint, read_header
 from nextn.models.export import export_nextn
 from nextn.models.loader import default_readers, load_checkpoint
 from nextn.models.random_checkpoint import write_random_checkpoint
-from nextn.models.reader import KEPT_BYTES, SLOTS, LargeRoom, Reader, host_bound
+from nextn.models.reader import KEPT_BYTES, SLOTS, LargeRoom, Reader, host_bound, in_threads
 from nextn.models.specs import TensorSpec
 from nextn.models.weights import Models, build_models
 from tests.compare import assert_close
-from tests.models.checkpoints import capturing, read_all, small_config, specs_of
+from tests.models.checkpoints import capturing, read_all, rewrite, small_config, specs_of
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -383,11 +384,91 @@ def test_a_damaged_header_is_an_error_or_harmless(small: Path, tmp_path: Path, d
             assert 0 < tensor.begin <= tensor.end <= file.stat().st_size
 
 
-def test_pieces_that_do_not_fill_a_tensor_are_refused(tmp_path: Path) -> None:
-    """A writer that brings too little or too much never leaves a file that looks whole."""
-    file = tmp_path / "model.safetensors"
-    for count in (7, 9):
-        with pytest.raises(CheckpointError, match=f"w came as {count} bytes instead of 8"):
-            write_tensors(file, {"w": ("F32", (2,))}, lambda name, count=count: [bytes(count)])
-    write_tensors(file, {"w": ("F32", (2,)), "b": ("BF16", (0, 3))}, lambda name: [bytes(8)] * (name == "w"))
-    assert {name: tensor.shape for name, tensor in read_header(file).items()} == {"w": (2,), "b": (0, 3)}
+def test_a_shard_that_is_replaced_while_it_is_loaded_is_an_error(small: Path, tmp_path: Path) -> None:
+    """By a file of the same size and time even: some tensors would be of the one, some of the other."""
+    model, replaced = tmp_path / "model", []
+    shutil.copytree(small, model)
+    shard = sorted(model.glob("*.safetensors"))[-1]
+
+    def replace_shard(weight: Tensor, scale: Tensor | None) -> None:
+        if not replaced:
+            other = tmp_path / "other"
+            shutil.copy2(shard, other)
+            replaced.append(other.rename(shard))
+
+    specs = [replace(spec, load=replace_shard) for spec in specs_of(small_config())]
+    with pytest.raises(CheckpointError, match=rf"changed while they were read: .*{shard.name}; run it again"):
+        load(model, specs)
+    load(model, specs)
+
+
+@pytest.mark.parametrize("value", [-1e-3, 0.0, -0.0])
+def test_negative_scales_are_damage_and_zeros_are_none(small: Path, tmp_path: Path, value: float) -> None:
+    """No quantising gives a negative one; a block of zeros may have had no largest value."""
+    name = "model.layers.0.self_attn.q_a_proj.weight_scale_inv"
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[name][0, 0] = value
+
+    model = rewrite(small, tmp_path / "model", change)
+    specs, got = capturing(specs_of(small_config()))
+    if value < 0:
+        with pytest.raises(CheckpointError, match=rf"model\.safetensors is corrupt: {name} holds negative"):
+            load(model, specs)
+    else:
+        load(model, specs)
+        scale = got[name.removesuffix("_scale_inv")][1]
+        assert scale is not None
+        assert scale[0, 0] == 0
+
+
+@pytest.mark.parametrize("raised", [ValueError, KeyboardInterrupt])
+def test_an_error_ends_all_threads_before_it_is_raised(raised: type[BaseException]) -> None:
+    """Who is in the middle of a task sees the event; nobody begins another one."""
+    begun: list[int] = []
+    both = threading.Barrier(2)
+
+    def work(tasks: Iterator[int], stop: threading.Event) -> None:
+        for task in tasks:
+            begun.append(task)
+            both.wait(10)
+            if task == 1:
+                raise raised
+            assert stop.wait(10)
+
+    with pytest.raises(raised):
+        in_threads(work, range(9), 2)
+    assert sorted(begun) == [0, 1]
+    assert not any("ThreadPool" in thread.name for thread in threading.enumerate())
+
+
+def test_an_interrupt_of_the_caller_ends_all_threads() -> None:
+    """As Ctrl-C does: the signal comes to the main thread, which waits."""
+    ended: list[bool] = []
+
+    def work(tasks: Iterator[int], stop: threading.Event) -> None:
+        for task in tasks:
+            if task == 0:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            ended.append(stop.wait(10))
+
+    with pytest.raises(KeyboardInterrupt):
+        in_threads(work, range(9), 2)
+    assert ended in ([True], [True, True])
+
+
+def test_each_task_is_taken_once() -> None:
+    """However many threads there are, in all their results together."""
+    assert in_threads(lambda tasks, stop: sum(tasks), [1, 2, 3], 1) == [6]
+    assert sum(in_threads(lambda tasks, stop: sum(tasks), range(100), 5)) == 4950
+
+
+def test_a_task_that_cannot_be_given_out_is_an_error_too() -> None:
+    """What makes the tasks fails in the thread that asks for one."""
+
+    def tasks() -> Iterator[int]:
+        yield 1
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        in_threads(lambda taken, stop: list(taken), tasks(), 3)

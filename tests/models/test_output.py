@@ -6,12 +6,13 @@ import argparse
 import errno
 import fcntl
 import io
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,24 +22,26 @@ from safetensors import safe_open
 
 from nextn.errors import CheckpointError
 from nextn.models import output
-from nextn.models.checkpoint import lay_out, read_header, stamp_of, write_tensors
+from nextn.models.checkpoint import lay_out, read_header, require_unchanged, stamp_of
 from nextn.models.output import (
     RECORDS,
     SHARD_BYTES,
     NewFile,
     NewTensor,
     copy_files,
+    default_threads,
     describe_plan,
     other_files,
     output_directory,
     parse_size,
+    parse_threads,
     plan_files,
     refuse_overlap,
-    require_unchanged,
     verify_files,
     write_files,
 )
 from nextn.models.progress import Progress
+from nextn.models.reader import processors
 from tests.models import output_job
 from tests.models.checkpoints import snapshot
 from tests.models.output_job import is_output, small_files
@@ -86,11 +89,15 @@ def test_tensors_are_aligned_to_their_items_whatever_the_order_in_which_they_are
     entries = {"a": ("F8_E4M3", (3,)), "b": ("BF16", (1,)), "c": ("F32", (1,)), "d": ("F64", (0,))}
     order: list[str] = []
 
-    def pieces(name: str) -> list[bytes]:
-        order.append(name)
-        return [name.encode() * {"a": 3, "b": 2, "c": 4, "d": 0}[name]]
+    def new(name: str) -> NewTensor:
+        def pieces() -> list[bytes]:
+            order.append(name)
+            return [name.encode() * size] if (size := made.nbytes) else []
 
-    write_tensors(file, entries, pieces)
+        made = NewTensor(name, *entries[name], pieces)
+        return made
+
+    write_files(tmp_path, [NewFile(file.name, tuple(map(new, entries)))], threads=1)
     assert order == list(entries)
     header, data = read_header(file), file.read_bytes()
     assert {name: (t.dtype, t.shape) for name, t in header.items()} == entries
@@ -118,26 +125,123 @@ def test_pieces_that_do_not_fill_a_tensor_are_refused(tmp_path: Path, count: int
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_pieces_are_asked_for_in_order_and_at_most_one_ahead(tmp_path: Path) -> None:
-    """Memory is bounded by two pieces, whatever the size of a tensor or a file."""
-    written, most = [0], [0]
+@pytest.mark.parametrize("threads", [1, 3])
+def test_each_thread_has_one_piece_at_a_time(tmp_path: Path, threads: int) -> None:
+    """Memory is bounded by so many pieces, whatever the size of tensors and files; these begin in order."""
+    lock = threading.Lock()
+    begun: list[str] = []
+    made, written, most = 0, 0, 0
 
     def new(name: str) -> NewTensor:
-        def pieces() -> Any:
-            for made in range(50):
-                most[0] = max(most[0], made * 1000 + base[name] - written[0])
+        def pieces() -> Iterator[bytes]:
+            nonlocal made, most
+            with lock:
+                begun.append(name)
+            for _ in range(20):
+                with lock:
+                    made += 1000
+                    most = max(most, made - written)
                 yield bytes(1000)
 
-        return NewTensor(name, "F8_E4M3", (50, 1000), pieces)
-
-    base = {"a": 0, "b": 50_000}
+        return NewTensor(name, "F8_E4M3", (20, 1000), pieces)
 
     def advance(nbytes: int) -> None:
-        written[0] += nbytes
+        nonlocal written
+        with lock:
+            written += nbytes
 
-    write_files(tmp_path, [NewFile("model.safetensors", (new("a"), new("b")))], advance)
-    assert written == [100_000]
-    assert most[0] <= 2000
+    names = [f"t{number}" for number in range(9)]
+    files = plan_files([[new(name)] for name in names], shard_size=40_000)
+    write_files(tmp_path, files, advance, threads)
+    assert made == written == 180_000
+    assert most <= threads * 1000
+    assert sorted(begun) == names
+    assert threads > 1 or begun == names
+
+
+def test_a_weight_and_its_scale_are_made_by_one_thread(tmp_path: Path) -> None:
+    """The scale comes of the pass over the weight: whoever made the one has the other."""
+    makers: dict[str, int] = {}
+
+    def new(name: str) -> NewTensor:
+        def pieces() -> Iterator[bytes]:
+            makers[name] = threading.get_ident()
+            yield b"x"
+
+        return NewTensor(name, "F8_E4M3", (1,), pieces)
+
+    pairs = [[new(f"w{number}.weight"), new(f"w{number}.weight_scale_inv")] for number in range(30)]
+    write_files(tmp_path, plan_files(pairs), threads=4)
+    assert all(makers[pair[0].name] == makers[pair[1].name] for pair in pairs)
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_several_threads_write_what_one_writes(
+    tmp_path: Path, whole: dict[int, dict[str, bytes]], threads: int
+) -> None:
+    """Also one that goes on with what another number of them has left, and also when they read it back."""
+    output_job.write(tmp_path / "out", threads=threads)
+    assert snapshot(tmp_path / "out") == whole[0]
+    verify_files(tmp_path / "out", small_files(), threads=threads)
+    for name in ("layer.0.F32", "layer.1.F8_E4M3", "layer.3.BF16"):
+        with pytest.raises(Stop):
+            output_job.write(tmp_path / name, made=stop_at(name), threads=threads)
+        output_job.write(tmp_path / name)
+        assert snapshot(tmp_path / name) == whole[0]
+
+
+def test_the_journal_speaks_of_the_first_file_that_is_not_whole(tmp_path: Path) -> None:
+    """A slow tensor holds up its own file only; what others wrote behind it is no prefix, and made again."""
+    finished = threading.Event()
+    made: list[str] = []
+
+    def slow(name: str) -> None:
+        made.append(name)
+        if name == "layer.0.F32":
+            assert finished.wait(10)
+            raise Stop
+        if name == "layer.3.BF16":
+            finished.set()
+
+    with pytest.raises(Stop):
+        write_files(tmp_path, small_files(slow), threads=2)
+    whole_files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert whole_files[:2] == [f"model-0000{number}-of-00004.safetensors" for number in (2, 3)]
+    made.clear()
+    write_files(tmp_path, small_files(made.append), threads=1)
+    assert [name for name in made if "layer.0" in name] == ["layer.0.F32", "layer.0.BF16"]
+    assert not any("layer.1" in name or "layer.2" in name for name in made)
+
+
+def test_a_file_that_is_begun_anew_has_no_journal_of_old(tmp_path: Path) -> None:
+    """An earlier file is gone: the next run writes it, and dies when it has begun the journal's file."""
+    with pytest.raises(Stop):
+        write_files(tmp_path, small_files(stop_at("layer.1.BF16")), threads=1)
+    assert (tmp_path / output._JOURNAL).exists()
+    next(tmp_path.glob("model-00001-*.safetensors")).unlink()
+    with pytest.raises(Stop):
+        write_files(tmp_path, small_files(stop_at("layer.1.F8_E4M3")), threads=1)
+    write_files(tmp_path, small_files(), threads=1)
+    verify_files(tmp_path, small_files())
+
+
+def test_one_thread_flushes_while_another_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the disk but who has a flush to do."""
+    fsync, others_wrote = os.fsync, threading.Event()
+
+    def slow(descriptor: int) -> None:
+        if path_of(descriptor).name.startswith("model-00001-"):
+            assert others_wrote.wait(10)
+        fsync(descriptor)
+
+    def made(name: str) -> None:
+        if name == "layer.1.F8_E4M3":
+            others_wrote.set()
+
+    monkeypatch.setattr(output, "_SYNC_BYTES", 1 << 29)
+    monkeypatch.setattr(os, "fsync", slow)
+    write_files(tmp_path, small_files(made), threads=2)
+    verify_files(tmp_path, small_files())
 
 
 # Commands
@@ -152,6 +256,16 @@ def test_sizes_are_decimal(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
+def test_threads_are_a_number_that_a_machine_may_have() -> None:
+    """Zero, a thousand and what is no number are refused; without an option it is the processors' count."""
+    assert parse_threads("1") == 1
+    assert parse_threads("256") == 256
+    for text in ("", "0", "-1", "1.5", "257", "two"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no number of threads from 1 to 256"):
+            parse_threads(text)
+    assert 1 <= default_threads() == min(16, processors())
+
+
 @pytest.mark.parametrize("text", ["", "0", "GB", "-1", "1.5", "0.0001K", "1.GB", "3TB", "9" * 40 + ".5"])
 def test_other_sizes_are_refused(text: str) -> None:
     """No guess is made about anything else."""
@@ -162,25 +276,40 @@ def test_other_sizes_are_refused(text: str) -> None:
 # Ends of the process
 
 
-def run_job(out: Path, step: int) -> subprocess.CompletedProcess[str]:
-    """Write two files in a process that dies before the call number `step` that changes the disk."""
-    command = [sys.executable, "-m", "tests.models.output_job", str(out), str(step)]
-    return subprocess.run(command, cwd=ROOT, check=False, timeout=60, capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def job() -> Iterator[Callable[..., int]]:
+    """Writes two files in a process that dies before the call number `step` that changes the disk."""
+    command = [sys.executable, "-m", "tests.models.output_job"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        requests, answers = process.stdin, process.stdout
+
+        def run(out: Path, step: int, threads: int) -> int:
+            print(json.dumps([str(out), step, threads]), file=requests, flush=True)
+            return int(answers.readline())
+
+        yield run
+        requests.close()
 
 
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("replaces", [False, True])
 def test_a_process_killed_at_any_step_leaves_all_or_nothing_and_the_next_run_completes_it(
-    tmp_path: Path, replaces: bool
+    tmp_path: Path, job: Callable[[Path, int, int], int], replaces: bool, threads: int
 ) -> None:
     """Before every call that changes the disk: the output is absent or whole, the old one or the new one.
 
     Between the two renames of a replacement neither has the name, and the next run puts the old one back.
+    Several threads need not take as many steps each time.
     """
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
     output_job.write(tmp_path / "old" / "out", salt=1)
-    steps = int(run_job(tmp_path / "new" / "out", 10**6).stdout)
-    assert steps > 25
+    steps = job(tmp_path / "new" / "out", 10**6, threads) - 100
+    assert steps > (25 if threads == 1 else 15)
     old, new = snapshot(tmp_path / "old" / "out"), snapshot(tmp_path / "new" / "out")
 
     def end_at(step: int) -> str:
@@ -189,21 +318,22 @@ def test_a_process_killed_at_any_step_leaves_all_or_nothing_and_the_next_run_com
             shutil.copytree(tmp_path / "old", out.parent)
         else:
             out.parent.mkdir()
-        assert run_job(out, step).returncode == 9
+        status = job(out, step, threads)
+        assert status == 9 or (threads > 1 and 100 < status <= 100 + step)
         state = snapshot(out) if out.exists() else None
         assert state in (None, new, old if replaces else None), step
         if replaces and state is None:
             assert snapshot(out.with_name(".out.earlier")) == old
             if step % 2:
                 shutil.rmtree(out.with_name(".out.partial"))  # as one who gives up does
-        output_job.write(out, force=replaces or state is not None, count=2)
+        output_job.write(out, force=replaces or state is not None, count=2, threads=threads)
         assert snapshot(out) == new, step
         assert [path.name for path in out.parent.iterdir()] == ["out"], step
         return ("none", "old", "new")[[None, old, new].index(state)]
 
-    with ThreadPoolExecutor(2) as pool:
-        ended = set(pool.map(end_at, range(steps - 9 if replaces else 0, steps + replaces)))
-    assert ended == ({"old", "none", "new"} if replaces else {"none", "new"})
+    ended = {end_at(step) for step in range(steps + replaces)}
+    expected = {"old", "none", "new"} if replaces else {"none", "new"}
+    assert ended == expected if threads == 1 else ended <= expected
 
 
 class Stop(Exception):
@@ -325,25 +455,23 @@ def test_a_plan_is_void_when_a_source_changes(tmp_path: Path) -> None:
 
     plan = described()
     assert plan == described()
-    require_unchanged(plan)
     assert plan != described(dtype="fp8")
     assert plan != described(count=3)
     file.write_text("ab")
     assert plan != described()
-    with pytest.raises(CheckpointError, match=r"changed while they were read: .*source"):
-        require_unchanged(plan)
-    plan = described()
+    stamps = {file: stamp_of(file)}
+    require_unchanged(stamps)
     os.utime(file, ns=(1, 1))
-    with pytest.raises(CheckpointError, match="changed while"):
-        require_unchanged(plan)
-    plan = described()
+    with pytest.raises(CheckpointError, match=r"changed while they were read: .*source"):
+        require_unchanged(stamps)
+    stamps = {file: stamp_of(file)}
     file.write_text("ba")
     os.utime(file, ns=(1, 1))  # as cp -p and rsync -t do
     with pytest.raises(CheckpointError, match="changed while"):
-        require_unchanged(plan)
+        require_unchanged(stamps)
     file.unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
-        require_unchanged(plan)
+        require_unchanged(stamps)
 
 
 def test_there_is_one_writer_at_a_time(tmp_path: Path, whole: dict[int, dict[str, bytes]]) -> None:
@@ -595,44 +723,40 @@ def test_a_disk_with_too_little_room_is_refused_before_anything_is_written(
     assert snapshot(tmp_path / "out") == whole[0]
 
 
-class FullDisk:
-    """A stream whose disk is full after some bytes."""
-
-    def __init__(self, stream: Any, room: int) -> None:
-        self._stream, self._room = stream, room
-
-    def write(self, data: bytes) -> int:
-        self._room -= len(data)
-        if self._room < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return self._stream.write(data)
-
-    def __enter__(self) -> FullDisk:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self._stream.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("room", [0, 250, 310])
 def test_a_disk_that_fills_up_is_a_sentence_and_the_next_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[int, dict[str, bytes]], room: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    whole: dict[int, dict[str, bytes]],
+    room: int,
+    threads: int,
 ) -> None:
     """In the header, or between pieces: no output, and the same command completes it once there is room."""
-    plain = Path.open
+    pwrite, left = os.pwrite, [room]
 
-    def full(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
-        stream = plain(path, mode, *args, **options)
-        return FullDisk(stream, room) if "00002" in path.name and mode == "wb" else stream
+    def full(descriptor: int, data: memoryview, position: int) -> int:
+        if path_of(descriptor).name.startswith("model-00002"):
+            left[0] -= len(data)
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(descriptor, data, position)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", full)
+        patch.setattr(os, "pwrite", full)
         with pytest.raises(CheckpointError, match=r"No space left on device.* are free\).*goes on with it"):
-            output_job.write(tmp_path / "out")
+            output_job.write(tmp_path / "out", threads=threads)
     assert not (tmp_path / "out").exists()
+    output_job.write(tmp_path / "out", threads=threads)
+    assert snapshot(tmp_path / "out") == whole[0]
+
+
+def test_short_writes_are_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[int, dict[str, bytes]]
+) -> None:
+    """The system may take fewer bytes than it is given."""
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, at: pwrite(descriptor, data[:3], at))
     output_job.write(tmp_path / "out")
     assert snapshot(tmp_path / "out") == whole[0]
 
