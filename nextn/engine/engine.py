@@ -65,8 +65,8 @@ class Engine:
 
     Where launching does not wait (captured steps: bfloat16 on a GPU) a step is always under way while the
     host delivers the one before, prefill and decode alike. A row that turns out to have ended then runs once
-    too often: its tokens are dropped, and as the device runs steps in order, whoever gets its pages writes
-    them later.
+    too often, unless its token limit was in sight: its tokens are dropped, and as the device runs steps in
+    order, whoever gets its pages writes them later.
 
     depth: steps in flight at most, at most `PIPELINE_DEPTH`; with 1 each lands as soon as it is launched.
     spec: the tree's shape of the next decode step, or None for plain decoding; it may change between steps.
@@ -102,7 +102,6 @@ class Engine:
             settled=worker.settled_tokens,
         )
         self._reserve = config.largest_tree
-        self._chunk_size = config.chunked_prefill_size
         self._spec: SpecConfig | None = None
         self.set_spec(config.spec if worker.can_draft else None)
         self.depth = PIPELINE_DEPTH if worker.runs_ahead else 1
@@ -111,7 +110,6 @@ class Engine:
         self.on_step: Callable[[StepReport], None] = lambda report: None
         self.on_start: Callable[[str], None] = lambda request_id: None
         self._flying: deque[Launched | LaunchedPrefill] = deque()
-        self._launch_times: deque[float] = deque()
         self._landed = 0.0
 
     @staticmethod
@@ -142,9 +140,10 @@ class Engine:
         longest = min(self.max_model_len - 1, room - 1)
         if longest < 1:
             return
-        prefix = -(-WARM_UP_PREFIX // self._chunk_size) * self._chunk_size
-        behind = prefix + min(self._chunk_size, MAX_CHAINS * CHAIN + 1)
-        sizes = [1 << bit for bit in range(4, self._chunk_size.bit_length())]
+        chunk = self.scheduler.chunk_size
+        prefix = -(-WARM_UP_PREFIX // chunk) * chunk
+        behind = prefix + min(chunk, MAX_CHAINS * CHAIN + 1)
+        sizes = [1 << bit for bit in range(4, chunk.bit_length())]
         for length in (min(behind, longest), *sizes, *(size - 1 for size in sizes)):
             if length > longest:
                 continue
@@ -307,14 +306,12 @@ class Engine:
         batch = self.scheduler.next_batch(in_flight=bool(self._flying))
         if batch is None:
             return False
-        started = time.perf_counter()
         if isinstance(batch, PrefillBatch):
             for chunk in batch.chunks:
                 self._start(chunk.entry)
             self._flying.append(self.worker.prefill(batch.chunks))
         else:
             self._flying.append(self.worker.launch(batch.entries, self._spec))
-        self._launch_times.append(started)
         return True
 
     def _delivers_first(self) -> bool:
@@ -388,7 +385,6 @@ class Engine:
             self.abort(request_id)
         self._pending.clear()
         self._flying.clear()
-        self._launch_times.clear()
 
     def _land(self) -> list[Output]:
         """Wait for the oldest step in flight and deliver what it brought."""
@@ -397,9 +393,9 @@ class Engine:
             return self._land_prefill(flying)
         return self._land_decode(flying)
 
-    def _report(self, kind: Literal["prefill", "decode"], rows: int, tokens: int) -> None:
-        """Say how long the step took that has just landed."""
-        now, began = time.perf_counter(), max(self._launch_times.popleft(), self._landed)
+    def _report(self, kind: Literal["prefill", "decode"], began: float, rows: int, tokens: int) -> None:
+        """Say how long the step took that has just landed: since it began, or the one before landed."""
+        now, began = time.perf_counter(), max(began, self._landed)
         self._landed = now
         self.on_step(StepReport(kind, rows, tokens, now - began))
 
@@ -409,7 +405,7 @@ class Engine:
         self.counters.prefill_steps += 1
         computed = sum(chunk.length for chunk in flying.chunks)
         self.counters.prompt_tokens += computed
-        self._report("prefill", len(flying.chunks), computed)
+        self._report("prefill", flying.began, len(flying.chunks), computed)
         if self._pace is not None:
             self._pace.observe(flying.chunks, flying.seconds)
         rows = zip(flying.entries, emitted.tokens, emitted.logprobs, strict=True)
@@ -419,7 +415,7 @@ class Engine:
         """Deliver a decode step's tokens to the requests that are still open."""
         emitted = flying.wait()
         self.counters.decode_steps += 1
-        self._report("decode", len(flying.entries), sum(map(len, emitted.tokens)))
+        self._report("decode", flying.began, len(flying.entries), sum(map(len, emitted.tokens)))
         outputs = []
         rows = zip(flying.entries, emitted.tokens, emitted.logprobs, strict=True)
         for entry, tokens, logprobs in rows:

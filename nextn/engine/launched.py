@@ -39,8 +39,9 @@ class Emitted:
 class Launched:
     """A decode step of `entries` under way: its result on its way to the host (see `step.pack`).
 
-    drafted: draft tokens a row that it verifies. width: W, the most tokens that the step brings a row. Until
-    `wait` each entry counts as W tokens ahead of what the host knows.
+    drafted: draft tokens a row that it verifies. width: W, the most tokens that the step brings a row. began:
+    when the host began to launch it, by `time.perf_counter`. Until `wait` each entry counts as W tokens ahead
+    of what the host knows, and is due one.
     """
 
     entries: tuple[Running, ...]
@@ -48,15 +49,22 @@ class Launched:
     drafted: int
     clock: PhaseClock
     width: int
+    began: float
 
     @staticmethod
     def start(
-        entries: tuple[Running, ...], result: Tensor, drafted: int, clock: PhaseClock, width: int
+        entries: tuple[Running, ...],
+        result: Tensor,
+        drafted: int,
+        clock: PhaseClock,
+        width: int,
+        began: float,
     ) -> Launched:
         """Send the entries' rows, the first of a step's result, to the host, without waiting for it."""
-        launched = Launched(entries, HostCopy.start(result[: len(entries)]), drafted, clock, width)
+        launched = Launched(entries, HostCopy.start(result[: len(entries)]), drafted, clock, width, began)
         for entry in entries:
-            entry.ahead += launched.width
+            entry.ahead += width
+            entry.due += 1
         return launched
 
     def wait(self) -> Emitted:
@@ -64,6 +72,7 @@ class Launched:
         result = self.result.wait()
         for entry in self.entries:
             entry.ahead -= self.width
+            entry.due -= 1
         return _read(result, self.width, [entry.request.params for entry in self.entries])
 
 
@@ -81,6 +90,23 @@ class LaunchedPrefill:
     scored: tuple[range, ...]
     prompt_logprobs: HostCopy | None
     clock: PhaseClock
+    began: float
+
+    @staticmethod
+    def start(
+        chunks: Sequence[Chunk],
+        result: Tensor,
+        scored: tuple[range, ...],
+        prompt_logprobs: Tensor | None,
+        clock: PhaseClock,
+        began: float,
+    ) -> LaunchedPrefill:
+        """Send a step's results to the host, without waiting for them; its rows are due a token."""
+        rated = None if prompt_logprobs is None else HostCopy.start(prompt_logprobs)
+        launched = LaunchedPrefill(tuple(chunks), HostCopy.start(result), scored, rated, clock, began)
+        for entry in launched.entries:
+            entry.due += 1
+        return launched
 
     @property
     def entries(self) -> tuple[Running, ...]:
@@ -94,7 +120,10 @@ class LaunchedPrefill:
         """
         if self.prompt_logprobs is not None:
             self._keep_prompt_logprobs(self.prompt_logprobs.wait())
-        return _read(self.result.wait(), 1, [entry.request.params for entry in self.entries])
+        result = self.result.wait()
+        for entry in self.entries:
+            entry.due -= 1
+        return _read(result, 1, [entry.request.params for entry in self.entries])
 
     @property
     def seconds(self) -> float:

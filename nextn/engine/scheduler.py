@@ -48,6 +48,7 @@ class Running:
     length: tokens whose latents are in the cache (the row's n), as far as the host knows, or will be by the
     prefill steps that it was given.
     ahead: tokens that decode steps under way may add to them at most.
+    due: tokens that steps under way bring its request at least, one each.
     cached: tokens of them that it took from the prefix cache when it started.
     pages: none once it has ended or was preempted.
     """
@@ -61,6 +62,7 @@ class Running:
     pages: list[int] = field(default_factory=list)
     length: int = 0
     ahead: int = 0
+    due: int = 0
     cached: int = 0
 
     @property
@@ -72,6 +74,11 @@ class Running:
     def is_prefilled(self) -> bool:
         """Whether the row can decode: it has a root token, or will by the prefill steps under way."""
         return self.length >= len(self.tokens)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the steps under way take the request to its token limit, however little they bring."""
+        return len(self.request.output_tokens) + self.due >= self.request.params.max_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +113,10 @@ def nothing_settled(entry: Running) -> int:
 class Scheduler:
     """Waiting and running requests over one pool of pages and one set of rows.
 
-    reserve: slots beyond a row's length that any step may write (the largest tree). pace: what a prefill step
-    may compute while requests decode; None for no limit but `chunk_size`. settled: of a request that is
-    preempted or removed, how many tokens' latents are whole in both models.
+    chunk_size: most tokens of a prefill step. reserve: slots beyond a row's length that any step may write
+    (the largest tree). pace: what a prefill step may compute while requests decode; None for no limit but
+    `chunk_size`. settled: of a request that is preempted or removed, how many tokens' latents are whole in
+    both models.
     """
 
     def __init__(
@@ -128,7 +136,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._queue: list[Waiting] = []
         self._arrivals = 0
-        self._chunk_size = chunk_size
+        self.chunk_size = chunk_size
         self._reserve = reserve
         self._pace = pace
         self._settled = settled
@@ -200,8 +208,8 @@ class Scheduler:
         become: what to do depends on those steps' outcome.
         """
         self._admit()
-        decoding = [entry for entry in self.running if entry.is_prefilled]
-        if decoding and (self._prefilled_last or len(decoding) == len(self.running)):
+        decoding, prefilling = self._decoding(), self._prefilling()
+        if decoding and (self._prefilled_last or not prefilling):
             if in_flight and sum(map(self._lacking, decoding)) > self.cache.available:
                 return None
             self._grow(decoding)
@@ -217,8 +225,15 @@ class Scheduler:
 
     def upcoming_prefill(self) -> list[Running]:
         """Requests that the next step would prefill, as far as they run by now; none if it would decode."""
-        entries = [entry for entry in self.running if not entry.is_prefilled]
-        return [] if self._prefilled_last and len(entries) < len(self.running) else entries
+        return [] if self._prefilled_last and self._decoding() else self._prefilling()
+
+    def _decoding(self) -> list[Running]:
+        """Requests that a decode step would advance."""
+        return [entry for entry in self.running if entry.is_prefilled and not entry.is_ending]
+
+    def _prefilling(self) -> list[Running]:
+        """Requests with a prompt to compute."""
+        return [entry for entry in self.running if not entry.is_prefilled]
 
     def _enqueue(self, job: Waiting) -> None:
         insort(self._queue, job, key=lambda each: each.order)
@@ -307,11 +322,11 @@ class Scheduler:
 
         So a long prompt holds up no short ones, and they do not hold it up for ever. paced: keep the pace.
         """
-        entries = [entry for entry in self.running if not entry.is_prefilled]
+        entries = self._prefilling()
         if self._shortest_first:
             entries.sort(key=lambda entry: (entry.request.priority, entry.missing))
         self._shortest_first = not self._shortest_first
-        budget = self._chunk_size
+        budget = self.chunk_size
         chunks: list[Chunk] = []
         for entry in entries:
             length = min(entry.missing, budget)

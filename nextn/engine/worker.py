@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from nextn.config import EngineConfig, ModelConfig, SpecConfig
 from nextn.engine.grammar import Matcher, mask_words, run_together
-from nextn.engine.graphs import CATCH_UP, HostCopy, NodeMasks, Shape, StepGraphs, run_step
+from nextn.engine.graphs import CATCH_UP, NodeMasks, Shape, StepGraphs, run_step
 from nextn.engine.launched import PIPELINE_DEPTH, Launched, LaunchedPrefill
 from nextn.engine.memory import plan_memory
 from nextn.engine.phases import PhaseClock
@@ -205,6 +206,7 @@ class Worker:
         `LaunchedPrefill.wait` brings the first token of each chunk that `is_last`. Their rows may decode in
         the next step, launched before that.
         """
+        began = time.perf_counter()
         for chunk in chunks:
             self._set_pages(chunk.entry)
         scored = tuple(scored_positions(chunk) for chunk in chunks)
@@ -220,8 +222,7 @@ class Worker:
             clock.mark("start")
             result = self.graphs.prefill(chains)[: sum(chunk.is_last for chunk in chunks)]
         clock.mark("prefill")
-        copy = None if rated is None else HostCopy.start(rated)
-        return LaunchedPrefill(tuple(chunks), HostCopy.start(result), scored, copy, clock)
+        return LaunchedPrefill.start(chunks, result, scored, rated, clock, began)
 
     def _chains(self, chunks: Sequence[Chunk], scored: Sequence[range]) -> list[list[int]] | None:
         """A short step's chunks as chains, where steps are recorded; None where `prefill_step` must do it."""
@@ -258,6 +259,7 @@ class Worker:
 
         timed: mark the ends of its phases. eager: launch op by op even where there are graphs.
         """
+        began = time.perf_counter()
         shape = Shape(
             spec,
             **sampling_flags([entry.request.params for entry in entries]),
@@ -271,7 +273,7 @@ class Worker:
         masks = partial(self._node_masks, entries) if shape.any_grammar else None
         result, clock = self._run(entries, shape, length, timed=timed, eager=eager, masks=masks)
         drafted, width = (spec.draft_tokens - 1, spec.width) if spec else (0, 1)
-        return Launched.start(entries, result, drafted, clock, width)
+        return Launched.start(entries, result, drafted, clock, width, began)
 
     def _run(
         self,

@@ -98,6 +98,27 @@ def test_prefill_and_decode_are_launched_before_what_came_before_is_known() -> N
     assert entry.ahead == SPEC.width
 
 
+@pytest.mark.parametrize("limit", [1, 2, 7])
+def test_no_step_runs_for_a_row_whose_token_limit_is_in_flight(limit: int) -> None:
+    """Each step brings a token at least: plainly as many run as tokens are asked for, in sight or not."""
+    engine = _ahead(tiny_engine(spec=None))
+    steps: list[StepReport] = []
+    engine.on_step = steps.append
+    tokens = run(engine, [request(str(i), prompt_of(9, i), max_tokens=limit + i) for i in range(2)])
+    assert [len(each) for each in tokens.values()] == [limit, limit + 1]
+    rows = [report.rows for report in steps if report.kind == "decode"]
+    assert rows == [2] * (limit - 1) + [1]
+
+
+def test_a_request_for_one_token_does_not_hold_the_next_prompt_up() -> None:
+    """No decode step stands between, though there is always a row with its first token in flight."""
+    engine = _ahead(tiny_engine(spec=SPEC, max_running_requests=2))
+    steps: list[StepReport] = []
+    engine.on_step = steps.append
+    run(engine, [request(str(i), prompt_of(9, i), max_tokens=1) for i in range(6)])
+    assert {report.kind for report in steps} == {"prefill"}
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_no_more_steps_are_in_flight_than_the_depth(depth: int) -> None:
     """Also not while a step that ends a request is planned around."""

@@ -119,11 +119,11 @@ class _Device:
         assert all(gone.order > entry.order for gone in released for entry in stays), "an older one went"
         if isinstance(batch, PrefillBatch):
             started = {chunk.entry for chunk in batch.chunks}
-            waits = {entry for entry in scheduler.running if entry.is_prefilled} - started
+            waits = {entry for entry in scheduler.running if _decodes(entry)} - started
             assert not (isinstance(self.last, PrefillBatch) and waits & self.decodable), (
                 "decoding stands still"
             )
-        self.decodable = {entry for entry in scheduler.running if entry.is_prefilled}
+        self.decodable = {entry for entry in scheduler.running if _decodes(entry)}
         self.last = batch or self.last
         return batch
 
@@ -131,13 +131,15 @@ class _Device:
         if isinstance(batch, PrefillBatch):
             for chunk in batch.chunks:
                 self._prefill(chunk)
-            brings = [(chunk.entry, 1) for chunk in batch.chunks if chunk.is_last]
-            self.flying.append(_Flight(brings, 0))
-            return
-        for entry in batch.entries:
-            self._decode(self.rows[entry], count)
-            entry.ahead += RESERVE
-        self.flying.append(_Flight([(entry, count) for entry in batch.entries], RESERVE))
+            flight = _Flight([(chunk.entry, 1) for chunk in batch.chunks if chunk.is_last], 0)
+        else:
+            for entry in batch.entries:
+                self._decode(self.rows[entry], count)
+            flight = _Flight([(entry, count) for entry in batch.entries], RESERVE)
+        for entry, _ in flight.brings:
+            entry.ahead += flight.width
+            entry.due += 1
+        self.flying.append(flight)
 
     def _prefill(self, chunk: Chunk) -> None:
         entry = chunk.entry
@@ -158,6 +160,8 @@ class _Device:
         entry = row.entry
         assert len(entry.pages) * PAGE >= entry.length + entry.ahead + RESERVE, "a step has too few pages"
         assert row.n <= entry.length + entry.ahead, "the row is longer than the host thinks"
+        sure = len(entry.request.output_tokens) + sum(entry in dict(each.brings) for each in self.flying)
+        assert sure < entry.request.params.max_tokens, "a row runs that is sure to end before"
         self._read(row)
         for position in range(row.n, row.n + RESERVE):  # the tree
             page = entry.pages[position // PAGE]
@@ -187,6 +191,7 @@ class _Device:
         flight = self.flying.popleft()
         for entry, count in flight.brings:
             entry.ahead -= flight.width
+            entry.due -= 1
             if not entry.pages:
                 continue
             if flight.width:
@@ -200,6 +205,10 @@ class _Device:
                     self.scheduler.finish(entry, settled(entry))
                     self.ended.append(entry.request.request_id)
                     break
+
+
+def _decodes(entry: Running) -> bool:
+    return entry.is_prefilled and not entry.is_ending
 
 
 def settled(entry: Running) -> int:
