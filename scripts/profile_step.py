@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def trace(engine: Engine, spec: SpecConfig | None, args: argparse.Namespace) -> tuple[list[Launch], int]:
     """Every device activity of the steps that bring `args.output_len` tokens, and how many steps."""
-    run = BatchRun(engine, make_prompts(args, engine, args.batch_size), 4 * spare_tokens(spec), 0.0)
+    room = args.output_len + 4 * spare_tokens(spec)
+    run = BatchRun(engine, make_prompts(args, engine, args.batch_size), room, 0.0)
     lengths = simulated_lengths(args.simulate_accept_length, args.seed) if spec else None
     run.measure(spec, 1, lengths)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

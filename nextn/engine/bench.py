@@ -51,8 +51,8 @@ FIXED_TOKEN = 100
 class BatchRun:
     """One batch of equal requests driven by hand, so that each cycle can be timed and simulated.
 
-    `measure` may be called several times, with other shapes; the rows go on from where they are. `options`
-    are further fields of `SamplingParams`.
+    `measure` may be called several times, with other shapes; the rows go on from where they are. output_len:
+    most tokens that a row emits in all. options: further fields of `SamplingParams`.
     """
 
     def __init__(
@@ -83,11 +83,14 @@ class BatchRun:
         fixed: int | None = None,
         warmup: int = WARMUP_CYCLES,
     ) -> Measured:
-        """Run cycles until every request has emitted `tokens`; the first `warmup` do not count."""
+        """Run cycles until a request has emitted `tokens`; the first `warmup` do not count.
+
+        Others may have emitted fewer: were they to go on, the batch would be smaller.
+        """
         emitted, done = [0] * len(self.entries), Measured()
         flying: Launched | None = None
         landed, count = time.perf_counter(), 0
-        while min(emitted) < tokens:
+        while max(emitted) < tokens:
             launched = self._launch(spec, lengths, fixed, ahead=flying is not None)
             if not self.engine.worker.runs_ahead:
                 flying = launched
@@ -143,6 +146,7 @@ class BatchRun:
         eager: bool = False,
     ) -> Launched:
         worker, scheduler = self.engine.worker, self.engine.scheduler
+        assert not any(entry.is_ending for entry in self.entries), "output_len has no room for this step"
         batch = scheduler.next_batch(in_flight=ahead)
         if not isinstance(batch, DecodeBatch) or batch.entries != self.entries:
             raise ConfigError("the cache is too small for this batch; raise --num-pages or --mem-fraction")

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from nextn.engine.bench import BatchRun, main, simulated_lengths
+from nextn.config import SpecConfig
+from nextn.engine.bench import BatchRun, main, simulated_lengths, spare_tokens
 from nextn.engine.worker import leave_a_core_free
 from nextn.errors import ConfigError
 from tests.tiny import TINY, prompt_of, tiny_engine
@@ -155,3 +156,16 @@ def test_a_batch_above_the_rows_is_not_blamed_on_the_cache() -> None:
         BatchRun(engine, [prompt_of(4, 1)] * 3, 8, 0.0)
     assert not engine.has_work()
     BatchRun(engine, [prompt_of(4, 1)] * 2, 8, 0.0).close()
+
+
+def test_a_run_ends_with_its_fastest_row_however_long_the_others_would_take() -> None:
+    """Rows of uneven luck: nobody passes the limit that its request was let in with."""
+    spec, tokens = SpecConfig(2, 2, 4), 30
+    engine = tiny_engine(spec=spec, max_running_requests=4)
+    run = BatchRun(engine, [prompt_of(4 + i, i) for i in range(4)], tokens + spare_tokens(spec), 0.0)
+    measured = run.measure(spec, tokens)
+    run.phases(spec)
+    emitted = [len(entry.request.output_tokens) for entry in run.entries]
+    assert min(emitted) < max(emitted) <= run.entries[0].request.params.max_tokens
+    assert len(measured.cycle_ms) <= tokens
+    run.close()
