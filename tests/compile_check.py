@@ -73,22 +73,34 @@ def main() -> None:
 @contextlib.contextmanager
 def _fake_hopper() -> Iterator[list[Any]]:
     """Inside, a launch compiles for sm_90 as its arguments' types and alignment ask, and joins the list."""
-    from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     compiled: list[Any] = []
-    run, active = JITFunction.run, getattr(driver, "_active", None)
+    run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
         return compiled[-1]
 
-    driver.set_active(_HopperDriver())
     JITFunction.run = compile_only
     try:
-        yield compiled
+        with hopper_driver():
+            yield compiled
     finally:
-        JITFunction.run, driver._active = run, active
+        JITFunction.run = run
+
+
+@contextlib.contextmanager
+def hopper_driver() -> Iterator[None]:
+    """Inside, Triton takes this machine for one with a GPU of sm_90."""
+    from triton.runtime import driver
+
+    active = getattr(driver, "_active", None)
+    driver.set_active(_HopperDriver())
+    try:
+        yield
+    finally:
+        driver._active = active
 
 
 class _HopperDriver:

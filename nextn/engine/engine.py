@@ -34,6 +34,7 @@ from nextn.engine.scheduler import PrefillBatch, Running, Scheduler
 from nextn.engine.stats import Stats, StepReport
 from nextn.engine.worker import Worker
 from nextn.errors import ConfigError, RequestError
+from nextn.kernels.ops import has_kernels
 from nextn.kernels.ref.sampling import NO_TOKEN
 from nextn.text import Detokenizer, Tokenizer
 
@@ -131,9 +132,8 @@ class Engine:
     def warm_up(self) -> None:
         """Compute prompts and forget them, so that no request waits for prefill's kernels to compile.
 
-        They are chosen by the number of tokens: whole and not whole multiples of Triton's 16. A prompt with
-        log-probabilities is never computed as chains, however short. This also tells the pace how long
-        prefill takes here.
+        A prompt with log-probabilities is never computed as chains, however short. This also tells the pace
+        how long prefill takes here.
         """
         started = time.perf_counter()
         room = self.pool.num_pages * self.pool.page_size - self._reserve
@@ -143,8 +143,7 @@ class Engine:
         chunk = self.scheduler.chunk_size
         prefix = -(-WARM_UP_PREFIX // chunk) * chunk
         behind = prefix + min(chunk, MAX_CHAINS * CHAIN + 1)
-        sizes = [1 << bit for bit in range(4, chunk.bit_length())]
-        for length in (min(behind, longest), *sizes, *(size - 1 for size in sizes)):
+        for length in (min(behind, longest), *self._distinct_sizes(chunk)):
             if length > longest:
                 continue
             params = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=0)
@@ -154,6 +153,19 @@ class Engine:
             self.scheduler.cache.clear()
         self.counters = Stats()
         logger.info("warmed up prefill in %.1f s", time.perf_counter() - started)
+
+    def _distinct_sizes(self, most: int) -> list[int]:
+        """Numbers of tokens up to `most` that between them choose every kernel that any choose.
+
+        The experts' kernels say so themselves. The others choose at most once between two powers of two.
+        """
+        cfg = self.worker.models.cfg
+        sizes = {1, *(1 << bit for bit in range(4, most.bit_length())), most}
+        if cfg.n_routed_experts and has_kernels(self.worker.state.cache):
+            from nextn.kernels.moe import distinct_sizes  # brings Triton, which there is where kernels run
+
+            sizes.update(distinct_sizes(cfg.num_experts_per_tok, cfg.n_routed_experts, most))
+        return sorted(sizes)
 
     @property
     def max_model_len(self) -> int:

@@ -22,6 +22,7 @@ from nextn.kernels.launch import (
     dot_block,
     launch_options,
     prefetch,
+    sectors,
     wait_for_inputs,
 )
 from nextn.kernels.ref.gemm import FP8, Block, scale_shape
@@ -231,11 +232,10 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     weights = weight_ptr + row.to(tl.int64) * weight_stride
     if PDL and PREFETCH > 0:
         # Weights are no kernel's output. What lies beyond the last row or column asks for the last again.
-        SECTOR: tl.constexpr = 256 // weight_ptr.dtype.element_ty.primitive_bitwidth
         wanted = weight_ptr + tl.minimum(row, rows - 1).to(tl.int64) * weight_stride
-        sectors = tl.arange(0, BLOCK_K // SECTOR if BLOCK_K > SECTOR else 1) * SECTOR
+        within = sectors(BLOCK_K, weight_ptr.dtype.element_ty.primitive_bitwidth)
         for step in range(first, min(first + PREFETCH, last)):
-            prefetch(wanted[:, None] + tl.minimum(step * STEP + sectors, columns - 1)[None, :])
+            prefetch(wanted[:, None] + tl.minimum(step * STEP + within, columns - 1)[None, :])
     wait_for_inputs(PDL)
 
     token = ((first_tile + in_group % tiles) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)

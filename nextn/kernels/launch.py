@@ -90,3 +90,11 @@ def prefetch(pointers):  # type: ignore[no-untyped-def]
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def sectors(COLUMNS: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of a row of COLUMNS items (a power of two) of so many bits, the first item of each sector."""
+    SECTOR: tl.constexpr = 256 // BITS
+    COUNT: tl.constexpr = COLUMNS // SECTOR if COLUMNS > SECTOR else 1
+    return tl.arange(0, COUNT) * SECTOR

@@ -257,7 +257,7 @@ def _norm_part(  # type: ignore[no-untyped-def]
     return normalise(add_summands(part_ptr, keep, summand_stride, S), weight, eps, SIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])  # in prefill all tokens are one row's
 def _prepare_latents_kernel(  # type: ignore[no-untyped-def]
     summands_ptr,
     q_norm_ptr,
@@ -328,6 +328,8 @@ def _prepare_latents_kernel(  # type: ignore[no-untyped-def]
         wait_for_inputs(PDL)
         q = _norm_part(row_ptr + q_column, q_weight, in_q, summand_stride, eps, Q_LORA, S)
         tl.store(q_ptr + token * Q_LORA + q_column, q.to(q_ptr.dtype.element_ty), mask=in_q)
+    else:  # there is no such program
+        wait_for_inputs(PDL)
 
 
 @triton.jit

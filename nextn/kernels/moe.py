@@ -8,7 +8,7 @@ programs without work exit. kernels/ref/moe.py is the definition.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,13 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from nextn.kernels.fp8 import widen
-from nextn.kernels.launch import DECODE_TOKENS, EARLY, launch_options, prefetch, wait_for_inputs
+from nextn.kernels.launch import DECODE_TOKENS, EARLY, launch_options, prefetch, sectors, wait_for_inputs
 from nextn.kernels.ref.gemm import FP8, Block, scale_shape
 from nextn.kernels.ref.moe import ExpertWeights, SharedExperts
 
 UNLISTED_TOKENS = 16  # up to here programs find their work themselves
 MAX_STEP = 128  # columns of a weight that are multiplied at once
-CHUNK = 1024  # pairs that a program making the list holds at once
+CHUNK = 1024  # pairs that a program making the list holds at once, at most
 
 
 class MoeConfig(NamedTuple):
@@ -65,6 +65,21 @@ def choose_config(
     if each <= 96:
         return MoeConfig(64, 64, 1, 8, 3, 64 if plain else 128, repeats, 8, 3)
     return MoeConfig(128, 64, 1, 8, 3, 64 if plain else 128, repeats, 8, 3)
+
+
+def distinct_sizes(top_k: int, experts: int, most: int) -> list[int]:
+    """Numbers of tokens up to `most` that between them launch every variant of these kernels that any does.
+
+    A variant is a choice of constants that is compiled by itself; weights are the same for all.
+    """
+    sizes: dict[object, int] = {}
+    for tokens in range(1, most + 1):
+        # Of hidden sizes and kinds of weights, those where most depends on the number of tokens.
+        config = choose_config(tokens, top_k, experts, 1, 1, narrow=True, plain=False)
+        pairs = tokens * top_k
+        listed = not _finds_work(tokens, config.block_tokens)
+        sizes.setdefault((config, listed and (_chunk(pairs), pairs > CHUNK)), tokens)
+    return list(sizes.values())
 
 
 def moe_summands(
@@ -176,15 +191,13 @@ def _run(
         block = experts.block
     count = 0 if experts is None else experts.w13.shape[0]
     width = main.w2.shape[-1] if experts is not None else main.w2.shape[-1] // parts
-    step2 = _step(width, main.scale2, block)
-    narrow = width <= 2 * step2
+    narrow = _is_narrow(width, _step(width, main.scale2, block))
     config = config or choose_config(
         tokens, top_k, count, hidden, width, narrow=narrow, plain=main.scale2 is None
     )
     assert narrow or config.gate_splits == config.down_repeats == 1, f"{config} is for a w2 of few columns"
     extra = shared or main
     shared_width = extra.w2.shape[-1]
-    rows = out.shape[0] * tokens
     blocks, list_experts, list_pairs = _list_work(indices, count, config.block_tokens)
     token_blocks = triton.cdiv(tokens, config.block_tokens)
     work = {
@@ -202,18 +215,35 @@ def _run(
         "HIDDEN": hidden,
         "WIDTH": width,
         "SHARED_WIDTH": shared_width,
-        "SPLITS": config.gate_splits,
         "SCALE_ROWS": block[0],
         "SCALE_COLUMNS": block[1],
         **launch_options(),
     }
-    splits = config.gate_splits
+    programs = blocks + parts * token_blocks
+    middle = _gate_up(x, main, extra, out.shape[0] * tokens, programs, config, work)
+    _down(middle, main, extra, weights, out, programs, config, work)
+
+
+def _gate_up(
+    x: Tensor,
+    main: ExpertWeights | SharedExperts,
+    extra: ExpertWeights | SharedExperts,
+    rows: int,
+    programs: int,
+    config: MoeConfig,
+    work: dict[str, Any],
+) -> Tensor:
+    """Activations [rows, I], or where the hidden dimension is split the sums before them [splits, rows, 2I].
+
+    A row is a token's summand. programs: blocks, those without work included.
+    """
+    hidden, width, splits = work["HIDDEN"], work["WIDTH"], config.gate_splits
     if splits == 1:
         middle = torch.empty(rows, width, dtype=torch.bfloat16, device=x.device)
     else:
         middle = torch.empty(splits, rows, 2 * width, dtype=torch.float32, device=x.device)
-    step1 = _step(hidden, main.scale13, block)
-    _gate_up_kernel[(blocks + parts * token_blocks, triton.cdiv(width, config.gate_columns), splits)](
+    step = _step(hidden, main.scale13, (work["SCALE_ROWS"], work["SCALE_COLUMNS"]))
+    _gate_up_kernel[(programs, triton.cdiv(width, config.gate_columns), splits)](
         x,
         main.w13,
         main.scale13,
@@ -222,23 +252,63 @@ def _run(
         middle,
         rows,
         x.stride(0),
-        STEPS=triton.cdiv(hidden, step1 * splits),
+        SPLITS=splits,
+        STEPS=triton.cdiv(hidden, step * splits),
         BLOCK_COLUMNS=config.gate_columns,
-        BLOCK_STEP=step1,
+        BLOCK_STEP=step,
         num_warps=config.gate_warps,
         num_stages=config.gate_stages,
         **work,
     )
-    grid = (blocks + parts * token_blocks, triton.cdiv(hidden, config.down_rows * config.down_repeats))
-    down = (middle, main.w2, main.scale2, extra.w2, extra.scale2, weights, out, rows)
-    sizes = {"BLOCK_ROWS": config.down_rows, "BLOCK_STEP": step2}
+    return middle
+
+
+def _down(
+    middle: Tensor,
+    main: ExpertWeights | SharedExperts,
+    extra: ExpertWeights | SharedExperts,
+    weights: Tensor,
+    out: Tensor,
+    programs: int,
+    config: MoeConfig,
+    work: dict[str, Any],
+) -> None:
+    """The second product of what `_gate_up` made, into out [k + parts, N, hidden]."""
+    hidden, width = work["HIDDEN"], work["WIDTH"]
+    step = _step(width, main.scale2, (work["SCALE_ROWS"], work["SCALE_COLUMNS"]))
+    grid = (programs, triton.cdiv(hidden, config.down_rows * config.down_repeats))
+    tensors = (middle, main.w2, main.scale2, extra.w2, extra.scale2, weights, out)
+    sizes = {"BLOCK_ROWS": config.down_rows, "BLOCK_STEP": step}
     launch = {"num_warps": config.down_warps, "num_stages": config.down_stages}
-    if narrow:
-        steps = triton.cdiv(width, step2)
-        repeats, ahead = config.down_repeats, min(config.down_prefetch, config.down_repeats)
-        _down_kernel[grid](*down, STEPS=steps, REPEATS=repeats, PREFETCH=ahead, **sizes, **work, **launch)
-    else:
-        _down_wide_kernel[grid](*down, **sizes, **work, **launch)
+    if not _is_narrow(width, step):
+        _down_wide_kernel[grid](*tensors, **sizes, **work, **launch)
+        return
+    _down_kernel[grid](
+        *tensors,
+        out.shape[0] * out.shape[1],
+        SPLITS=config.gate_splits,
+        STEPS=triton.cdiv(width, step),
+        REPEATS=config.down_repeats,
+        PREFETCH=min(config.down_prefetch, config.down_repeats),
+        **sizes,
+        **work,
+        **launch,
+    )
+
+
+def _is_narrow(width: int, step: int) -> bool:
+    """Whether one or two steps cover the columns of w2."""
+    return width <= 2 * step
+
+
+def _finds_work(tokens: int, block_tokens: int) -> bool:
+    """Whether programs find their work themselves, without a list."""
+    return tokens <= min(UNLISTED_TOKENS, block_tokens)
+
+
+def _chunk(pairs: int) -> int:
+    """Pairs that a program making the list holds at once."""
+    return min(CHUNK, int(triton.next_power_of_2(pairs)))
 
 
 def _list_work(indices: Tensor, experts: int, block_tokens: int) -> tuple[int, Tensor | None, Tensor | None]:
@@ -248,7 +318,7 @@ def _list_work(indices: Tensor, experts: int, block_tokens: int) -> tuple[int, T
     """
     tokens, top_k = indices.shape
     pairs = tokens * top_k
-    if tokens <= min(UNLISTED_TOKENS, block_tokens):
+    if _finds_work(tokens, block_tokens):
         return pairs, None, None
     used = min(experts, pairs)
     blocks = min(pairs, (pairs + used * (block_tokens - 1)) // block_tokens)
@@ -257,7 +327,7 @@ def _list_work(indices: Tensor, experts: int, block_tokens: int) -> tuple[int, T
     numbers = torch.empty(blocks, dtype=torch.int32, device=indices.device)
     listed = torch.empty(blocks * block_tokens, dtype=torch.int32, device=indices.device)
     counts = None
-    chunk = min(CHUNK, triton.next_power_of_2(pairs))
+    chunk = _chunk(pairs)
     if pairs > CHUNK:
         counts = torch.empty(experts, dtype=torch.int32, device=indices.device)
         _count_kernel[(experts,)](indices, counts, pairs, CHUNK=chunk, **launch_options())
@@ -277,7 +347,7 @@ def _list_work(indices: Tensor, experts: int, block_tokens: int) -> tuple[int, T
     return blocks, numbers, listed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])  # or each prompt's length compiles anew
 def _count_kernel(indices_ptr, counts_ptr, pairs, CHUNK: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     """How many pairs one expert has."""
     wait_for_inputs(PDL)
@@ -290,7 +360,7 @@ def _count_kernel(indices_ptr, counts_ptr, pairs, CHUNK: tl.constexpr, PDL: tl.c
     tl.store(counts_ptr + expert, tl.sum(found, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "blocks"])
 def _list_kernel(  # type: ignore[no-untyped-def]
     indices_ptr,
     counts_ptr,
@@ -390,7 +460,7 @@ def _find_work(  # type: ignore[no-untyped-def]
     return expert, token, summand, used
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens", "routed_blocks", "token_blocks"])
 def _gate_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     w_ptr,
@@ -454,7 +524,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     k = start + tl.arange(0, BLOCK_STEP)
     w_ptrs = w_base + w_rows.to(tl.int64)[:, None] * HIDDEN + k[None, :]
     x_ptrs = x_ptr + token.to(tl.int64)[:, None] * x_stride + k[None, :]
-    EVEN: tl.constexpr = HIDDEN % (STEPS * BLOCK_STEP) == 0
+    EVEN: tl.constexpr = HIDDEN == SPLITS * STEPS * BLOCK_STEP
     sums = tl.zeros((2 * BLOCK_COLUMNS, BLOCK_TOKENS), tl.float32)
     if scale_ptr is not None:
         # One step ahead, because a load that is used at once would stall every step.
@@ -549,7 +619,7 @@ def _down_weights(  # type: ignore[no-untyped-def]
     return w_base, scale_base, stride, scale_stride, first
 
 
-@triton.jit(do_not_specialize=["rows"])  # 1 would become a constant, which has no .to
+@triton.jit(do_not_specialize=["rows", "tokens", "routed_blocks", "token_blocks"])
 def _down_kernel(  # type: ignore[no-untyped-def]
     middle_ptr,
     w_ptr,
@@ -597,13 +667,11 @@ def _down_kernel(  # type: ignore[no-untyped-def]
         EXPERTS, SHARED, HIDDEN, WIDTH, SHARED_WIDTH, SCALE_ROWS, SCALE_COLUMNS,
     )  # fmt: skip
     if PDL and PREFETCH > 0:
-        SECTOR: tl.constexpr = 256 // w_ptr.dtype.element_ty.primitive_bitwidth
-        COVER: tl.constexpr = STEPS * BLOCK_STEP
-        sectors = tl.minimum(tl.arange(0, COVER // SECTOR) * SECTOR, WIDTH - 1)
+        within = tl.minimum(sectors(STEPS * BLOCK_STEP, w_ptr.dtype.element_ty.primitive_bitwidth), WIDTH - 1)
         for repeat in range(PREFETCH):
             wanted = (tl.program_id(1) * REPEATS + repeat) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
             wanted = tl.minimum(wanted, HIDDEN - 1)
-            prefetch(w_base + first + wanted[:, None] * stride + sectors[None, :])
+            prefetch(w_base + first + wanted[:, None] * stride + within[None, :])
     wait_for_inputs(PDL)
     place = (summand * tokens + token).to(tl.int64)
     k = tl.arange(0, BLOCK_STEP)
@@ -644,7 +712,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_ptrs, sums, mask=used[None, :] & (row < HIDDEN)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "routed_blocks", "token_blocks"])
 def _down_wide_kernel(  # type: ignore[no-untyped-def]
     middle_ptr,
     w_ptr,
@@ -653,7 +721,6 @@ def _down_wide_kernel(  # type: ignore[no-untyped-def]
     shared_scale_ptr,
     weights_ptr,
     out_ptr,
-    rows,
     indices_ptr,
     experts_ptr,
     pairs_ptr,
@@ -668,7 +735,6 @@ def _down_wide_kernel(  # type: ignore[no-untyped-def]
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
     SHARED_WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,

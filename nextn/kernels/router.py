@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextn.kernels.launch import DECODE_TOKENS, launch_options, prefetch, wait_for_inputs
+from nextn.kernels.launch import DECODE_TOKENS, launch_options, prefetch, sectors, wait_for_inputs
 from nextn.kernels.ref.router import MAX_EXPERTS, Method, Scoring
 
 
@@ -129,7 +129,7 @@ def route_tokens(
     return weights, indices
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # or each prompt's length compiles anew
 def _logits_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     weight_ptr,
@@ -150,10 +150,9 @@ def _logits_kernel(  # type: ignore[no-untyped-def]
     token = tl.program_id(2) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     row = tl.minimum(expert, experts - 1).to(tl.int64)  # beyond the last: computed and not stored
     if PDL and PREFETCH:  # weights are no kernel's output
-        SECTOR: tl.constexpr = 256 // weight_ptr.dtype.element_ty.primitive_bitwidth
-        sectors = tl.arange(0, BLOCK_HIDDEN // SECTOR) * SECTOR
+        within = sectors(BLOCK_HIDDEN, weight_ptr.dtype.element_ty.primitive_bitwidth)
         for step in range(STEPS):
-            place = tl.minimum((split * STEPS + step) * BLOCK_HIDDEN + sectors, HIDDEN - 1)
+            place = tl.minimum((split * STEPS + step) * BLOCK_HIDDEN + within, HIDDEN - 1)
             prefetch(weight_ptr + row[:, None] * HIDDEN + place[None, :])
     wait_for_inputs(PDL)
     column = split * STEPS * BLOCK_HIDDEN + tl.arange(0, BLOCK_HIDDEN)
@@ -181,7 +180,7 @@ def _logits_kernel(  # type: ignore[no-untyped-def]
     tl.store(logits_ptr + place, sums, mask=(expert < experts)[:, None] & (token < tokens)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _choose_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
     bias_ptr,

@@ -102,6 +102,16 @@ def test_decode_equals_its_twin(width, splits, repeats, block, device):
     assert_twin(tokens_of(indices), weights, indices, experts, shared, config)
 
 
+@pytest.mark.parametrize(("hidden", "splits"), [(256, 1), (256, 2), (256, 3), (256, 4), (384, 4), (48, 3)])
+def test_a_split_without_columns_adds_nothing(hidden, splits, device):
+    """Steps of 128 columns do not divide by any number of splits: the last one's may all lie beyond."""
+    experts, shared = layer(device, 16, None, 16, hidden=hidden)
+    weights, indices = choice(device, 3)
+    assert_twin(
+        tokens_of(indices, hidden), weights, indices, experts, shared, SMALL._replace(gate_splits=splits)
+    )
+
+
 @pytest.mark.parametrize("tokens", [1, 16, 17, 40])
 @pytest.mark.parametrize("width", [32, 64])
 def test_any_number_of_tokens_under_the_chosen_config(tokens, width, device):
@@ -203,3 +213,13 @@ def test_nothing_is_read_for_pairs_without_expert(device):
     one = ExpertWeights(experts.w13[:1].clone(), experts.w2[:1].clone(), None, None, experts.block)
     indices = torch.tensor([[-1, -1], [0, -1], [-1, 0]], device=device)
     assert_twin(tokens_of(indices), torch.ones(3, 2, device=device), indices, one, None)
+
+
+@pytest.mark.parametrize(("top_k", "experts"), [(8, 256), (6, 64), (6, 160), (8, 384), (2, 8)])
+def test_distinct_sizes_are_the_first_of_their_variants_however_many_are_asked_for(top_k, experts):
+    """That they cover all others, test_launch_keys.py shows."""
+    named = moe.distinct_sizes(top_k, experts, 5000)
+    assert named == sorted(set(named))
+    assert named[0] == 1
+    for most in (1, 16, 100, 700):
+        assert moe.distinct_sizes(top_k, experts, most) == [size for size in named if size <= most]

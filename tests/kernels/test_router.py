@@ -91,6 +91,19 @@ def test_negative_choices_of_kept_groups_beat_dropped_groups(device):
     assert (actual[1] // 4 == 1).sum() == 9
 
 
+@pytest.mark.parametrize("method", ["noaux_tc", "greedy", "group_limited_greedy"])
+def test_an_expert_without_a_number_is_chosen_last(method, device):
+    """NaN in one expert's weights costs that expert, and no token another."""
+    x, weight, bias = inputs(4, 32, 16, torch.bfloat16)
+    weight[6] = torch.nan
+    options = V3 | {"method": method, "n_group": 4, "topk_group": 4, "top_k": 15}
+    args = (x, weight, bias if method == "noaux_tc" else None, None)
+    actual = router.route_tokens(*args, **options)
+    assert_same(actual, ref.route_tokens(*args, **options))
+    assert not (actual[1] == 6).any()
+    assert actual[0].isfinite().all()
+
+
 def test_float32_weights_keep_all_their_digits(device):
     """Weights that agree in their first 16 bits differ in the choice."""
     weight = torch.ones(16, 32, device=device)

@@ -77,6 +77,7 @@ def route(
     """
     scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
     choice = scores if bias is None else scores + bias
+    choice = choice.masked_fill(choice.isnan(), float("-inf"))  # which would be the largest of all
     if method != "greedy" and n_group > 1:
         choice = _keep_best_groups(choice, n_group, topk_group, best=2 if method == "noaux_tc" else 1)
     indices = _best(choice, top_k)

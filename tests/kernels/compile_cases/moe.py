@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nextn.kernels import moe
-from nextn.kernels.ref.gemm import FP8, scale_shape
+from nextn.kernels.ref.gemm import FP8, Block, scale_shape
 from nextn.kernels.ref.moe import ExpertWeights, SharedExperts
 
 HIDDEN, EXPERTS, BLOCK = 7168, 256, (128, 128)
@@ -15,9 +15,9 @@ def _tensor(*size: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(size, dtype=dtype)  # never touched, so it takes no memory
 
 
-def _pair(*size: int, fp8: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _pair(*size: int, fp8: bool = True, block: Block = BLOCK) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A weight and its scales, if it is FP8."""
-    scales = (*size[:-2], *scale_shape(size[-2], size[-1], BLOCK))
+    scales = (*size[:-2], *scale_shape(size[-2], size[-1], block))
     weight = _tensor(*size, dtype=FP8 if fp8 else torch.bfloat16)
     return weight, _tensor(*scales, dtype=torch.float32) if fp8 else None
 
@@ -51,6 +51,18 @@ def one_token_with_shared_experts_apart() -> None:
         SharedExperts(
             _tensor(512, HIDDEN, dtype=torch.bfloat16), _tensor(HIDDEN, 256, dtype=torch.bfloat16), None, None
         ),
+    )
+
+
+def rows_shorter_than_a_sector() -> None:
+    """w2 of 16 FP8 columns, as of a tiny model."""
+    (w13, scale13), (w2, scale2) = _pair(8, 32, 64, block=(16, 16)), _pair(8, 64, 16, block=(16, 16))
+    moe.moe_summands(
+        _tensor(4, 64, dtype=torch.bfloat16),
+        _tensor(4, 2, dtype=torch.float32),
+        _tensor(4, 2, dtype=torch.int64),
+        ExpertWeights(w13, w2, scale13, scale2, (16, 16)),
+        None,
     )
 
 
