@@ -22,6 +22,9 @@ from nextn.kernels.ref.sampling import SamplingBatch
 from nextn.kernels.tree_ops import order_key
 from nextn.kernels.vocab import temper
 
+MAX_BIASES, MAX_BANS = 512, 64
+"""Biased and banned token ids a row, at most; powers of two."""
+
 LEAST = tl.constexpr(-(1 << 31))
 """The key of a dropped token, below that of every float."""
 
@@ -53,48 +56,34 @@ def adjust_logits(
 
     logits [B, M, V] up to 32 bits wide; path: tokens int64 and validity bool [B, M, L], needed with
     penalties; positions [B, M] int64 of the tokens to be chosen, needed with biases. The rows' own values are
-    read before the kernel launched just before has ended, so that one must not write them.
+    read before the kernel launched just before has ended, so that one must not write them. AssertionError for
+    other shapes, strides and dtypes.
     """
     rows, nodes, vocab = logits.shape
     assert logits.dtype != torch.float64, "float64 takes plain torch"
     assert logits.stride(2) == 1 or vocab == 1, "a node's logits must be adjacent"
-    assert path is not None or not batch.any_penalty, "penalties count each node's path"
-    assert positions is not None or not batch.any_bias, "bans depend on the position"
+    penalties, (tokens, valid) = _penalties(logits, batch, path)
+    (ids, values, banned, until), positions = _biases(logits, batch, positions)
+    filters = _filters(rows, batch)
+    grammar = _grammar(logits, batch)
     out = torch.empty(rows, nodes, vocab, dtype=torch.float32, device=logits.device)
     if out.numel() == 0:
         return out
-    grammar, tokens, valid = batch.grammar, None, None
-    if grammar is not None:
-        assert grammar.shape[:2] == (rows, nodes), f"masks are {tuple(grammar.shape)} for {rows} x {nodes}"
-        assert grammar.shape[2] * 32 >= vocab, f"masks of {grammar.shape[2]} words for {vocab} tokens"
-        grammar = grammar.contiguous()
-    if batch.any_penalty and path is not None:
-        tokens, valid = path
-        valid = valid.contiguous()
-    counted = (batch.frequency, batch.presence, batch.repetition, batch.counts, batch.prompt_seen)
-    penalties = counted if batch.any_penalty else (None,) * len(counted)
-    biases = _biases(batch) if batch.any_bias else (None,) * 4
-    ids, values, banned, _ = biases
-    filters = (batch.temperature, batch.top_k, batch.top_p, batch.min_p)
-    sampled = batch.any_sampled and batch.any_filter
     config = config or choose_config(vocab)
-    count, padded = rows * nodes, triton.cdiv(vocab, config.block) * config.block
-    scratch = (
-        torch.empty(count, padded, dtype=torch.int32, device=logits.device),
-        torch.empty(count, config.candidates, dtype=torch.int64, device=logits.device),
-        torch.empty(count, config.candidates, dtype=torch.float64, device=logits.device),
-    )
-    _adjust_kernel[(count,)](
+    _adjust_kernel[(rows * nodes,)](
         logits,
         out,
         grammar,
         tokens,
         valid,
         *penalties,
-        *biases,
-        positions if batch.any_bias else None,
-        *(filters if sampled else (None,) * len(filters)),
-        *(scratch if sampled else (None,) * len(scratch)),
+        ids,
+        values,
+        banned,
+        until,
+        positions,
+        *filters,
+        *((None,) * 3 if filters[0] is None else _scratch(out, config)),
         logits.stride(0),
         logits.stride(1),
         nodes,
@@ -111,23 +100,95 @@ def adjust_logits(
         BLOCK=config.block,
         CANDIDATES=config.candidates,
         BITS=max((vocab - 1).bit_length(), 1),
-        BIASES=512,
-        BANS=64,
+        BIASES=MAX_BIASES,
+        BANS=MAX_BANS,
         num_warps=config.warps,
         **launch_options(),
     )
     return out
 
 
-def _biases(batch: SamplingBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Biased ids, their values, banned ids and until when they are banned, of a batch that has them."""
+def _scratch(out: Tensor, config: AdjustConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """What a node's filters keep in memory: keys of all its tokens; places and masses of its candidates."""
+    count, vocab, device = out.shape[0] * out.shape[1], out.shape[2], out.device
+    return (
+        torch.empty(count, triton.cdiv(vocab, config.block) * config.block, dtype=torch.int32, device=device),
+        torch.empty(count, config.candidates, dtype=torch.int64, device=device),
+        torch.empty(count, config.candidates, dtype=torch.float64, device=device),
+    )
+
+
+def _require(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
+    """A tensor of just this dtype and shape, whose items are adjacent: the kernel takes no strides for it."""
+    assert tensor.dtype == dtype, f"{name} must be {dtype}, is {tensor.dtype}"
+    assert tensor.shape == shape, f"{name} must be {list(shape)}, is {list(tensor.shape)}"
+    assert tensor.is_contiguous(), f"{name} must be contiguous"
+    return tensor
+
+
+def _penalties(
+    logits: Tensor, batch: SamplingBatch, path: tuple[Tensor, Tensor] | None
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, Tensor | None]]:
+    """Frequency, presence, repetition, counts and what the prompt held; and the path; None without any."""
+    if not batch.any_penalty:
+        return (None,) * 5, (None, None)
+    assert path is not None, "penalties count each node's path"
+    (rows, nodes, vocab), (tokens, valid) = logits.shape, path
+    length = tokens.shape[-1]
+    assert tokens.shape == (rows, nodes, length), f"a path must be [{rows}, {nodes}, L]"
+    assert tokens.dtype == torch.int64, f"a path's tokens must be int64, are {tokens.dtype}"
+    return (
+        _require("frequency", batch.frequency, torch.float32, rows),
+        _require("presence", batch.presence, torch.float32, rows),
+        _require("repetition", batch.repetition, torch.float32, rows),
+        _require("counts", batch.counts, torch.int32, rows, vocab),
+        _require("prompt_seen", batch.prompt_seen, torch.bool, rows, vocab),
+    ), (tokens, _require("a path's validity", valid.contiguous(), torch.bool, rows, nodes, length))
+
+
+def _biases(
+    logits: Tensor, batch: SamplingBatch, positions: Tensor | None
+) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
+    """Biased ids, their values, banned ids, until when those are banned; and the positions; None without."""
+    if not batch.any_bias:
+        return (None,) * 4, None
     ids, values, banned, until = batch.bias_ids, batch.bias_values, batch.banned_ids, batch.ban_until
     assert ids is not None
     assert values is not None
     assert banned is not None
     assert until is not None
-    assert ids.stride(1) == banned.stride(1) == 1, "a row's token ids must be adjacent"
-    return ids, values, banned, until
+    assert positions is not None, "bans depend on the position"
+    rows, nodes, _ = logits.shape
+    assert positions.shape == (rows, nodes), f"positions must be [{rows}, {nodes}]"
+    assert positions.dtype == torch.int64, f"positions must be int64, are {positions.dtype}"
+    for name, entries, most in (("biased", ids, MAX_BIASES), ("banned", banned, MAX_BANS)):
+        assert entries.dtype == torch.int64, f"{name} ids must be int64, are {entries.dtype}"
+        assert entries.shape[0] == rows, f"{name} ids must be [{rows}, n]"
+        assert entries.shape[1] <= most, f"at most {most} {name} ids a row, not {entries.shape[1]}"
+        assert entries.stride(1) == 1, f"a row's {name} ids must be adjacent"
+    values = _require("bias_values", values, torch.float32, rows, ids.shape[1])
+    return (ids, values, banned, _require("ban_until", until, torch.int64, rows)), positions
+
+
+def _filters(rows: int, batch: SamplingBatch) -> tuple[Tensor | None, ...]:
+    """Temperature, top_k, top_p and min_p, or None where no row filters: greedy ones never do."""
+    if not (batch.any_sampled and batch.any_filter):
+        return (None,) * 4
+    return (
+        _require("temperature", batch.temperature, torch.float32, rows),
+        _require("top_k", batch.top_k, torch.int64, rows),
+        _require("top_p", batch.top_p, torch.float32, rows),
+        _require("min_p", batch.min_p, torch.float32, rows),
+    )
+
+
+def _grammar(logits: Tensor, batch: SamplingBatch) -> Tensor | None:
+    """Each node's mask, if there is any."""
+    if batch.grammar is None:
+        return None
+    (rows, nodes, vocab), words = logits.shape, batch.grammar.shape[-1]
+    assert words * 32 >= vocab, f"masks of {words} words for {vocab} tokens"
+    return _require("grammar", batch.grammar.contiguous(), torch.int32, rows, nodes, words)
 
 
 @triton.jit

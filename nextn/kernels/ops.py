@@ -2,7 +2,7 @@
 
 The layers' ops are kernels for bfloat16 on a GPU; what is chosen from logits, trees and compaction for any
 dtype there, but for more than 64 children a node. What adjusts logits (filters, penalties, biases, grammars)
-is a kernel up to 32 bits and a vocabulary of 16384. Everything else runs the twin.
+is a kernel up to 32 bits. Everything else runs the twin.
 
 Triton is imported at the first call that needs it, so a CPU installation does without. Shapes and meanings
 stand with the twins in kernels/ref. *Summands* [S, N, ...] are parts of a result whose sum over S is meant:

@@ -92,7 +92,10 @@ def chosen_logprobs(
     batch = replace(batch.adjusted(), temperature=temperature)
     best, values = best_children(x, batch, None, min(MAX_LOGPROBS, x.shape[2]))
     places = torch.cat((tokens.clamp(min=0).unsqueeze(-1), best[..., :1]), dim=-1)
-    own, top = x.gather(-1, places).float().split(1, dim=-1)
+    # +inf is the largest float here as in the kernel.
+    own, top = torch.nan_to_num(x.gather(-1, places).float(), nan=-math.inf, neginf=-math.inf).split(
+        1, dim=-1
+    )
     divisor = torch.where(temperature > 0, temperature, 1.0)[:, None, None]
     own = torch.nan_to_num((own - top) / divisor + values[..., :1], nan=-math.inf, neginf=-math.inf)
     return pad_logprobs(tokens, own, best, values)

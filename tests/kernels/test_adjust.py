@@ -141,10 +141,107 @@ def test_what_the_kernel_cannot_run_is_refused() -> None:
         adjust.adjust_logits(logits, batch, (path, path.bool()))
     with pytest.raises(AssertionError, match="float64"):
         adjust.adjust_logits(logits.double(), batch)
-    with pytest.raises(AssertionError, match="masks"):
+    whole = ((path, path.bool()), torch.zeros(1, 1, dtype=torch.int64))
+    with pytest.raises(AssertionError, match=r"grammar must be \[1, 1, 1\]"):
+        adjust.adjust_logits(logits, replace(batch, grammar=torch.zeros(1, 2, 1, dtype=torch.int32)), *whole)
+    with pytest.raises(AssertionError, match="2 words for 73 tokens"):
         adjust.adjust_logits(
-            logits, replace(batch, grammar=torch.zeros(1, 2, 1, dtype=torch.int32)), (path, path.bool()), path
+            torch.zeros(1, 1, 73),
+            replace(batch, grammar=torch.zeros(1, 1, 2, dtype=torch.int32), any_penalty=False),
+            *whole,
         )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["frequency", "presence", "repetition", "counts", "prompt_seen", "bias_values", "ban_until",
+     "temperature", "top_k", "top_p", "min_p"],
+)  # fmt: skip
+@pytest.mark.parametrize("fault", ["strided", "dtype", "shape"])
+def test_rows_values_of_another_layout_are_refused(name: str, fault: str) -> None:
+    """The kernel takes no strides for them, and would read other rows' values."""
+    batch = sampling_batch([EVERYTHING] * 2, 8)
+    value: Tensor = getattr(batch, name)
+    bad = {
+        "strided": torch.stack((value, value), dim=-1)[..., 0],
+        "dtype": value.to(torch.int16),
+        "shape": value[:1],
+    }[fault]
+    path = torch.zeros(2, 1, 0, dtype=torch.int64)
+    sentence = {"strided": "contiguous", "dtype": "is torch.int16", "shape": "must be"}[fault]
+    with pytest.raises(AssertionError, match=f"{name} .*{sentence}"):
+        adjust.adjust_logits(
+            torch.zeros(2, 1, 8), replace(batch, **{name: bad}), (path, path.bool()), path.new_zeros(2, 1)
+        )
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"bias_ids": (1, 513), "bias_values": (1, 513)}, "at most 512 biased ids"),
+        ({"banned_ids": (1, 65)}, "at most 64 banned ids"),
+    ],
+)
+def test_more_biases_than_the_kernel_takes_are_refused(
+    fields: dict[str, tuple[int, int]], sentence: str
+) -> None:
+    """They would not be added."""
+    batch = sampling_batch([Knobs(0.0, bias=((1, 1.0),), banned=(2,), ban_until=9)], 8)
+    more = {name: torch.zeros(shape, dtype=getattr(batch, name).dtype) for name, shape in fields.items()}
+    with pytest.raises(AssertionError, match=sentence):
+        adjust.adjust_logits(
+            torch.zeros(1, 1, 8), replace(batch, **more), None, torch.zeros(1, 1, dtype=torch.int64)
+        )
+
+
+@pytest.mark.parametrize("top_p", [0.125, 0.25, 0.5, 0.75])
+def test_top_p_keeps_of_equal_tokens_as_many_as_their_shares_say(top_p: float) -> None:
+    """Also where a share is no binary fraction, and shares would add up to a little less than they are."""
+    sizes, vocab = range(1, 65), 70
+    logits = torch.full((len(sizes), 1, vocab), -math.inf)
+    for row, size in enumerate(sizes):
+        logits[row, 0, :size] = 1.0
+    path = torch.zeros(len(sizes), 1, 0, dtype=torch.int64)
+    batch = sampling_batch([Knobs(1.0, top_p=top_p)] * len(sizes), vocab)
+    got = check(logits, batch, (path, path.bool()), path.new_zeros(len(sizes), 1))
+    assert got.isfinite().sum(-1).flatten().tolist() == [math.ceil(size * top_p) for size in sizes]
+
+
+def test_min_p_keeps_what_lies_just_at_its_floor() -> None:
+    """The floor is one number for the kernel and its twin: the logarithm, rounded once."""
+    floors = torch.rand(64)
+    logits = torch.stack((torch.zeros(64), floors.double().log().float(), torch.full((64,), -80.0)), dim=1)
+    logits[1::2, 1] = logits[1::2, 1].nextafter(torch.tensor(-math.inf))
+    path = torch.zeros(64, 1, 0, dtype=torch.int64)
+    batch = sampling_batch([Knobs(1.0, min_p=floor) for floor in floors.tolist()], 3)
+    got = check(logits.unsqueeze(1), batch, (path, path.bool()), path.new_zeros(64, 1))
+    assert got[:, 0, 1].isfinite().tolist() == [True, False] * 32
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning")  # numpy, as the interpreter
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("knobs", [Knobs(0.0), Knobs(0.8), Knobs(0.8, top_k=5), Knobs(0.0, frequency=0.5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_one_strange_logit_spoils_no_other_token_s_log_probability(
+    bad: float, raw: bool, knobs: Knobs, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN is -inf and +inf the largest float, whether anything adjusts the logits or not, here and there."""
+    logits = torch.linspace(-3, 3, 40).view(1, 1, 40).to(dtype)
+    logits[0, 0, 7] = bad
+    batch = replace(sampling_batch([knobs], 40), raw_logprobs=torch.tensor([raw]))
+    path = torch.zeros(1, 1, 0, dtype=torch.int64)
+    found = []
+    for on_gpu in (False, True):
+        monkeypatch.setattr(ops, "on_gpu", lambda _, here=on_gpu: here)
+        adjusted, _ = ops.adjust_logits(logits, batch, (path, path.bool()), path.new_zeros(1, 1))
+        tokens = [torch.tensor([[token]]) for token in (7, 39)]
+        found += [ops.chosen_logprobs(logits, adjusted, batch, each)[0] for each in tokens]
+    strange, other = (float(own[0, 0, 0]) for own in found[:2])
+    assert math.isfinite(strange) == (bad == math.inf)
+    assert (other > -1e6) == (bad != math.inf)  # beside the largest float nothing has a chance
+    for twin, kernel in zip(found[:2], found[2:], strict=True):
+        assert_close(kernel, twin, "fp32-op")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

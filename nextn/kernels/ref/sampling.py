@@ -170,7 +170,7 @@ def asked_logprobs(logits: Tensor, adjusted: Tensor, batch: SamplingBatch) -> Te
     """
     assert batch.raw_logprobs is not None, "log-probabilities need to know which rows want raw ones"
     raw = _per_row(batch.raw_logprobs)
-    return torch.where(raw, raw_logprobs(logits), normalise(adjusted, batch)).float()
+    return torch.where(raw, raw_logprobs(logits), normalise(_clean(adjusted), batch)).float()
 
 
 def chosen_logprobs(
@@ -182,9 +182,13 @@ def chosen_logprobs(
 
 def raw_logprobs(logits: Tensor) -> Tensor:
     """The model's own log-probabilities of logits [..., V], float32 or float64."""
-    x = logits if logits.dtype == torch.float64 else logits.float()
-    x = torch.nan_to_num(x, nan=-math.inf, neginf=-math.inf)
-    return torch.nan_to_num(x.log_softmax(-1), nan=-math.inf, neginf=-math.inf)
+    return torch.nan_to_num(_clean(logits).log_softmax(-1), nan=-math.inf, neginf=-math.inf)
+
+
+def _clean(logits: Tensor) -> Tensor:
+    """Logits in float32 or float64, NaN as -inf and +inf as the largest float."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.nan_to_num(wide, nan=-math.inf, neginf=-math.inf)
 
 
 def perturb(logp: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
@@ -399,17 +403,19 @@ def _filter(x: Tensor, batch: SamplingBatch) -> Tensor:
     """Which tokens min_p, top_k and top_p keep, [B, M, V] bool, for tempered logits without NaN.
 
     In descending order each filter keeps a front, so one stable sort serves all three. The mass of top_p
-    is summed in float64: what a float32 sum over a vocabulary loses could move the cut.
+    is summed in float64: what a float32 sum over a vocabulary loses could move the cut. It is not divided by
+    its total, lest equal tokens' shares add up to less than they are.
     """
     sampled = batch.temperature > 0
     top_k = _per_row(torch.where(sampled & (batch.top_k > 0), batch.top_k, x.shape[-1]))
-    min_p = _per_row(torch.where(sampled, batch.min_p, 0.0)).to(x.dtype)
+    min_p = _per_row(torch.where(sampled, batch.min_p, 0.0)).double()
     top_p = _per_row(torch.where(sampled, batch.top_p, 1.0)).double()
     ordered, index = torch.sort(x, dim=-1, descending=True, stable=True)
-    keep = ordered >= ordered[..., :1] + min_p.log()
+    keep = ordered >= ordered[..., :1] + min_p.log().to(x.dtype)
     keep &= torch.arange(x.shape[-1], device=x.device) < top_k
-    mass = ordered.double().masked_fill(~keep, -math.inf).softmax(-1)
-    before = F.pad(mass.cumsum(-1)[..., :-1], (1, 0))  # [B, M, V] mass of the tokens ahead
-    keep &= (before < top_p) | (top_p >= 1.0)
+    mass = (ordered - ordered[..., :1]).double().exp().masked_fill(~keep, 0.0)
+    until = mass.cumsum(-1)
+    before = F.pad(until[..., :-1], (1, 0))  # [B, M, V] mass of the tokens ahead
+    keep &= (before < top_p * until[..., -1:]) | (top_p >= 1.0)
     keep[..., 0] = True
     return torch.zeros_like(keep).scatter_(-1, index, keep)
