@@ -144,6 +144,7 @@ def decode_attention(
     ended, so that one must not write them.
     """
     rows, nodes, heads = _check(q, cache_layer, page_table, prefix_lens, tail, mask, w_uv, plan)
+    assert scale > 0, "scores are scaled after their maximum is taken, so scale must be positive"
     value_dim, kv_lora = w_uv.shape[1:]
     if config is None:
         processors = processors_of(q.device)

@@ -6,6 +6,7 @@ its slot holds is never used as an address.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,6 +25,8 @@ def compact(cache: Tensor, source_slots: Tensor, target_slots: Tensor, valid: Te
     _check_cache(cache)
     rows, path = source_slots.shape
     assert target_slots.shape == valid.shape == (rows, path), f"targets and valid must be [{rows}, {path}]"
+    assert source_slots.dtype == target_slots.dtype == torch.int64, "slots must be int64"
+    assert valid.dtype == torch.bool, f"valid must be bool, is {valid.dtype}"
     if rows * path == 0 or cache.shape[0] == 0:
         return
     width = cache.shape[-1]

@@ -63,9 +63,11 @@ def launch_options() -> dict[str, bool]:
 def wait_for_inputs(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Wait for every earlier kernel's writes, and let the next kernel's programs take free places.
 
-    Every program calls this, even one without work, and in this order. So when a kernel starts, all kernels
-    but the one launched just before it have ended: what those wrote may be read before this wait, with
-    `cache_modifier=EARLY`, for the L1 may hold older values.
+    Every program calls this, even one without work, and in this order: the device's wait is for the whole
+    kernel before, its end and its writes' being visible included. So when a kernel starts, all kernels but
+    the one launched just before it have ended, and what those wrote may be read before this wait, with
+    `cache_modifier=EARLY`, for the L1 may hold older values. What this kernel writes is visible to the next
+    behind the next one's own wait alone, however early that one starts.
     """
     if PDL:
         gdc_wait()

@@ -68,6 +68,7 @@ def prepare_latents(
     tail [B, M, C] of any row and node strides, N = B * M, and to cache_layer [pages, page_size, C] at
     `slots` [N] int64 where `valid` [N] bool; slots None: not there. positions [N] int64. Norms, cache, tail
     and the result are bfloat16; each value is rounded once. Slots of invalid entries are not used.
+    AssertionError for other shapes, strides and dtypes.
     """
     parts, count, width = check_summands(summands)
     q_lora, kv_lora = 0 if q_norm is None else q_norm.shape[0], kv_norm.shape[0]
@@ -127,7 +128,8 @@ def absorb_queries(
     """Queries in latent space: [q_nope @ w_uk, rotated q_pe] a head.  # [N, H, kv_lora + rope] bfloat16
 
     summands [S, N, H * (nope + rope)] float32 or bfloat16, w_uk [H, nope, kv_lora] bfloat16 of any head and
-    row strides, positions [N] int64. q_nope is rounded to bfloat16 before the product.
+    row strides, positions [N] int64. q_nope is rounded to bfloat16 before the product. AssertionError for
+    other shapes, strides and dtypes.
     """
     parts, count, width = check_summands(summands)
     heads, nope, kv_lora = w_uk.shape

@@ -79,6 +79,8 @@ class PrefillTiles:
 
     parts: tuple[Part, ...]
     table: Tensor  # [rows, TABLE_FIELDS] int32 on the device: requests, pieces and merges of all parts
+    cu_seqlens: tuple[int, ...]
+    prefix_lens: tuple[int, ...]
     sizes: PrefillSizes
     config: PrefillConfig
 
@@ -175,7 +177,7 @@ def plan_prefill_attention(
     sms = processors or processors_of(device)
     requests = [
         _request(begin, chunk, prefix, sizes, config, sms)
-        for begin, chunk, prefix in zip(cu_seqlens, chunks, prefix_lens, strict=False)
+        for begin, chunk, prefix in zip(cu_seqlens[:-1], chunks, prefix_lens, strict=True)
     ]
     rows: list[tuple[int, ...]] = []
     groups = _request_groups(requests, sizes)
@@ -184,7 +186,8 @@ def plan_prefill_attention(
     table = torch.tensor(padded, dtype=torch.int32).view(-1, TABLE_FIELDS.value)
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
-    return PrefillTiles(tuple(part for part in parts if part.pieces), table, sizes, config)
+    parts = [part for part in parts if part.pieces]
+    return PrefillTiles(tuple(parts), table, tuple(cu_seqlens), tuple(prefix_lens), sizes, config)
 
 
 def _lay_out(
@@ -293,6 +296,10 @@ def prefill_attention(
     else:
         assert config is None, "the plan has a configuration already"
         assert plan.sizes == sizes, f"the plan is for {plan.sizes}, not {sizes}"
+        lengths = (plan.cu_seqlens, plan.prefix_lens)
+        assert lengths == (tuple(cu_seqlens), tuple(prefix_lens)), (
+            "the plan is for chunks or prefixes of other lengths"
+        )
     weight = stacked_weight(w_uk, w_uv)
     out = q.new_empty(q.shape[0], sizes.heads, sizes.v)
     for part in plan.parts:
@@ -385,17 +392,17 @@ def attend_expanded(
         keys = TensorDescriptor.from_tensor(expanded, [config.block_n, nope])
         values = TensorDescriptor.from_tensor(expanded, [config.block_n, v])
         ropes = TensorDescriptor.from_tensor(entries[:, kv_lora:], [config.block_n, rope])
-    mixed = peaks = None
+    partial = log_sums = None
     if part.slots:
-        mixed = q.new_empty((part.slots, heads, config.block_m, v), dtype=torch.float32)
-        peaks = q.new_empty((part.slots, heads, config.block_m), dtype=torch.float32)
+        partial = q.new_empty((part.slots, heads, config.block_m, v), dtype=torch.float32)
+        log_sums = q.new_empty((part.slots, heads, config.block_m), dtype=torch.float32)
     _prefill_attention_kernel[(part.pieces * heads,)](
         q,
         expanded,
         entries[:, kv_lora:],
         out,
-        mixed,
-        peaks,
+        partial,
+        log_sums,
         plan.table[part.piece_row :],
         keys,
         ropes,
@@ -421,10 +428,10 @@ def attend_expanded(
         num_stages=config.stages,
         **launch_options(),
     )
-    if mixed is not None:
+    if partial is not None:
         _merge_pieces_kernel[(part.merges, heads, triton.cdiv(config.block_m, MERGE_ROWS))](
-            mixed,
-            peaks,
+            partial,
+            log_sums,
             out,
             plan.table[part.merge_row :],
             out.stride(0),
@@ -567,8 +574,8 @@ def _prefill_attention_kernel(  # type: ignore[no-untyped-def]
     expanded_ptr,
     ropes_ptr,
     out_ptr,
-    mixed_ptr,
-    peaks_ptr,
+    partial_ptr,
+    log_sums_ptr,
     pieces_ptr,
     keys_desc,
     ropes_desc,
@@ -592,7 +599,7 @@ def _prefill_attention_kernel(  # type: ignore[no-untyped-def]
     FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One piece of a tile's keys; into `out`, or into a slot of `mixed` and `peaks` that is merged later."""
+    """One piece of a tile's keys; into `out`, or into a slot of `partial` and `log_sums`, merged later."""
     wait_for_inputs(PDL)
     head = tl.program_id(0) % heads
     piece_ptr = pieces_ptr + (tl.program_id(0) // heads) * FIELDS
@@ -632,12 +639,12 @@ def _prefill_attention_kernel(  # type: ignore[no-untyped-def]
     value = tl.arange(0, V_BLOCK)
     result = mixed / total[:, None]
     stored = (row < rows)[:, None] & (value < V)[None, :]
-    if mixed_ptr is not None:
+    if partial_ptr is not None:
         slot = tl.load(piece_ptr + 6)
         if slot >= 0:
             place = (slot.to(tl.int64) * heads + head) * BLOCK_M
-            tl.store(mixed_ptr + place * V + row[:, None] * V + value[None, :], result, mask=stored)
-            tl.store(peaks_ptr + place + row, peak + tl.log2(total), mask=row < rows)
+            tl.store(partial_ptr + place * V + row[:, None] * V + value[None, :], result, mask=stored)
+            tl.store(log_sums_ptr + place + row, peak + tl.log2(total), mask=row < rows)
             return
     address = out_ptr + token * out_token_stride + head * out_head_stride
     address += row[:, None].to(tl.int64) * out_token_stride + value[None, :]
@@ -646,8 +653,8 @@ def _prefill_attention_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _merge_pieces_kernel(  # type: ignore[no-untyped-def]
-    mixed_ptr,
-    peaks_ptr,
+    partial_ptr,
+    log_sums_ptr,
     out_ptr,
     merges_ptr,
     out_token_stride,
@@ -677,8 +684,8 @@ def _merge_pieces_kernel(  # type: ignore[no-untyped-def]
     for index in range(count):
         place = ((slot + index) * heads + head) * BLOCK_M + row
         # Rows without a query hold anything; zeros keep them finite.
-        peak = tl.load(peaks_ptr + place, mask=row < rows, other=0.0)
-        result = tl.load(mixed_ptr + place[:, None] * V + value[None, :], mask=kept, other=0.0)
+        peak = tl.load(log_sums_ptr + place, mask=row < rows, other=0.0)
+        result = tl.load(partial_ptr + place[:, None] * V + value[None, :], mask=kept, other=0.0)
         new_best = tl.maximum(best, peak)
         shrink = tl.exp2(best - new_best)
         weight = tl.exp2(peak - new_best)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nextn.config import SpecConfig
 from nextn.kernels.ops import expand, rerank
-from nextn.kernels.ref.tree_ops import Pool, chosen_candidates, top_children
+from nextn.kernels.ref.tree_ops import Pool, top_children
 from nextn.tree.tree import DraftTree
 
 __all__ = ["Beam", "Growth", "start", "top_children"]
@@ -66,7 +66,9 @@ class Growth:
     """Candidates and beams of trees that grow together; `level` counts the levels so far."""
 
     def __init__(self, tokens: Tensor, values: Tensor, spec: SpecConfig) -> None:
-        assert tokens.shape == values.shape == (tokens.shape[0], spec.topk)
+        assert tokens.shape == values.shape == (tokens.shape[0], spec.topk), (
+            f"the root has {spec.topk} children a row, and a value for each"
+        )
         self.spec = spec
         self.level = 1
         self._pool = Pool.empty(values, spec.num_steps)
@@ -75,18 +77,14 @@ class Growth:
     def beam(self) -> Beam:
         """The nodes to run through the draft model next; there is none once `level` is S."""
         assert self._beam is not None, "the last level has no beam"
-        return Beam(self.level, (self.level - 1) * self.spec.topk, *self._beam)
+        start = (self.level - 1) * self.spec.topk
+        return Beam(level=self.level, start=start, **self._beam._asdict())
 
     def extend(self, tokens: Tensor, values: Tensor) -> None:
         """Add the beam's children, [B, k, k] (slot, rank): distinct tokens and their log-probabilities."""
         assert self._beam is not None, "the last level has no children"
         self.level += 1
         self._beam = expand(tokens, values, self._beam, self._pool, self.level)
-
-    def chosen(self) -> Tensor:
-        """Flat numbers [B, D-1] of the best candidates of all levels, ascending: node i is entry i-1."""
-        assert self.level == self.spec.num_steps, "the tree is not fully grown"
-        return chosen_candidates(self._pool, self.spec.draft_tokens - 1)
 
     def rerank(self, root: Tensor) -> DraftTree:
         """The tree of `root` [B] int64 and the D-1 best candidates; needs all S levels."""

@@ -29,6 +29,25 @@ def test_long_contexts_match_the_twin(rows: int, context: int, nodes: int) -> No
     _assert_matches(make_case([context - row for row in range(rows)], nodes, 16, page_size=64, **FULL))
 
 
+@pytest.mark.parametrize(("rows", "nodes"), [(33, 4), (64, 1), (100, 4)])
+def test_many_rows_match_the_twin(rows: int, nodes: int) -> None:
+    """More than 32, whose places in the plan one warp does not hold."""
+    _assert_matches(make_case([97 * row % 900 for row in range(rows)], nodes, 16, page_size=64, **FULL))
+
+
+@pytest.mark.parametrize("kv_lora", [128, 256])
+def test_narrower_latents_match_the_twin(kv_lora: int) -> None:
+    _assert_matches(make_case([900, 0, 65], 4, 16, page_size=64, **FULL | {"kv_lora": kv_lora}))
+
+
+def test_the_same_inputs_give_the_same_bits() -> None:
+    """Whatever order the programs of a device come in."""
+    case = make_case([3000, 17, 1025, 12288], 4, 16, page_size=64, **FULL)
+    first = case.run()
+    for _ in range(20):
+        assert_close(case.run(), first, "bitwise")
+
+
 @pytest.mark.parametrize("heads", [4, 128])
 def test_few_and_all_heads_with_a_long_tail_match_the_twin(heads: int) -> None:
     _assert_matches(make_case([700, 90], 8, heads, page_size=64, tail_len=64, **FULL))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -32,23 +34,31 @@ SHAPE = {
 }  # fmt: skip
 
 
+def _random(shape: dict[str, Any]) -> Models:
+    config = EngineConfig(device="cuda", load_format="dummy", num_pages=64, max_model_len=256)
+    device = torch.device("cuda")
+    return build_models(None, ModelConfig.from_dict(shape), config, device, torch.bfloat16, 600)
+
+
 @pytest.fixture(scope="module")
 def models() -> Models:
     """Random FP8 weights of a model of four layers."""
-    config = EngineConfig(device="cuda", load_format="dummy", num_pages=64, max_model_len=256)
-    device = torch.device("cuda")
-    return build_models(None, ModelConfig.from_dict(SHAPE), config, device, torch.bfloat16, 600)
+    return _random(SHAPE)
 
 
-def _engine(models: Models, spec: SpecConfig | None, *, graphs: bool, rows: int = 6) -> Engine:
+def _engine(
+    models: Models, spec: SpecConfig | None, *, graphs: bool, rows: int = 6, page_size: int = 16
+) -> Engine:
     """An engine whose cache is full of NaN."""
-    config = EngineConfig(device="cuda", spec=spec, page_size=16, num_pages=200, max_running_requests=rows)
+    config = EngineConfig(
+        device="cuda", spec=spec, page_size=page_size, num_pages=200, max_running_requests=rows
+    )
     state = RowState(
         models.cfg,
         max_rows=rows,
         max_len=256 + 2 * config.largest_tree,
         num_pages=200,
-        page_size=16,
+        page_size=page_size,
         dtype=torch.bfloat16,
         device=torch.device("cuda"),
     )
@@ -81,6 +91,30 @@ def test_a_captured_step_brings_the_bits_of_single_launches(
     assert tokens[0] == tokens[1]
     for name in ("n", "root", "draft_state", "draft_len", "ring_hidden"):
         assert torch.equal(getattr(states[0], name)[:4], getattr(states[1], name)[:4]), name
+
+
+@pytest.mark.parametrize("spec", [None, SPEC], ids=str)
+def test_attention_by_roles_in_a_captured_step_has_the_bits_of_single_launches(
+    spec: SpecConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries as wide as DeepSeek's in pages of 64 take the kernel of attention_hopper; NaN around."""
+    from nextn.kernels import attention, attention_hopper
+
+    if not attention.runs_by_roles():
+        pytest.skip("this device or this Triton cannot run it")
+    launched = []
+    launch = attention_hopper.launch
+    monkeypatch.setattr(attention_hopper, "launch", lambda *args: launched.append(launch(*args)))
+    wide = _random({**SHAPE, "kv_lora_rank": 512})
+    tokens, caches = [], []
+    for eager in (False, True):
+        engine = _engine(wide, spec, graphs=True, rows=4, page_size=64)
+        batch = BatchRun(engine, [prompt_of(5 + 59 * r, r) for r in range(4)], 100, 0.8)
+        tokens.append([batch.step(spec, eager=eager) for _ in range(8)])
+        caches.append(engine.worker.state.cache)
+    assert launched
+    assert tokens[0] == tokens[1]
+    assert_close(caches[0], caches[1], "bitwise", what="cache")
 
 
 @pytest.mark.parametrize("spec", [None, SPEC], ids=str)

@@ -218,6 +218,14 @@ def test_unsupported_inputs_are_refused_with_a_sentence(change, message):
         attention.decode_attention(*case.args(), plan=plan)
 
 
+def test_a_scale_that_would_turn_maxima_into_minima_is_refused():
+    case = make_case([5, 6])
+    plan = attention.plan_attention(case.prefix_lens, 2)
+    *before, scale, w_uv = case.args()
+    with pytest.raises(AssertionError, match="scale must be positive"):
+        attention.decode_attention(*before, -scale, w_uv, plan=plan)
+
+
 def test_the_kernel_by_roles_runs_only_where_it_is_known_to_work(monkeypatch):
     """On Hopper, with its own Triton, tiles and blocks of 64, and entries that TMA can read."""
     config = attention.choose_config(2, 4, 16, 128, 132)

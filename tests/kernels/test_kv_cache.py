@@ -98,16 +98,25 @@ def test_the_kernel_refuses_what_it_would_misread():
     yes = torch.ones(1, 2, dtype=torch.bool, device=WHERE)
     with pytest.raises(AssertionError, match="targets and valid"):
         kv_cache.compact(cache, slots, slots[:, :1], yes)
+    with pytest.raises(AssertionError, match="slots must be int64"):
+        kv_cache.compact(cache, slots.int(), slots, yes)
+    with pytest.raises(AssertionError, match="valid must be bool"):
+        kv_cache.compact(cache, slots, slots, yes.long())
     with pytest.raises(AssertionError, match="pages must follow"):
         kv_cache.compact(cache[:, :, :2], slots, slots, yes)
 
 
-def test_ops_compact():
-    """The dispatching name does what the kernel does."""
+def test_ops_compact_is_the_kernel_on_a_gpu(monkeypatch):
+    """The dispatching name does what the twin does, by the kernel."""
+    called = []
+    kernel = kv_cache.compact
+    monkeypatch.setattr(ops, "on_gpu", lambda x: True)
+    monkeypatch.setattr(kv_cache, "compact", lambda *args: called.append(kernel(*args)))
     actual = cache_of(2, 3, 20, torch.float32)
     expected = actual.clone()
     slots = torch.tensor([[1, 5]], device=WHERE)
     yes = torch.ones(1, 2, dtype=torch.bool, device=WHERE)
     ops.compact(actual, slots, slots - 1, yes)
     ref.compact(expected, slots, slots - 1, yes)
+    assert len(called) == 1
     assert_close(actual, expected, "bitwise")

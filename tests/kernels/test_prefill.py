@@ -293,3 +293,11 @@ def test_a_plan_for_other_sizes_is_refused(device):
         prefill_attention(**args, plan=replace(plan, sizes=sizes_of(WHOLE)))
     with pytest.raises(AssertionError, match="has a configuration"):
         prefill_attention(**args, plan=plan, config=TMA)
+
+
+@pytest.mark.parametrize(("chunks", "prefixes"), [((0, 3), (1,)), ((0, 1, 3), (2, 2)), ((0, 4), (2,))])
+def test_a_plan_for_other_lengths_is_refused(chunks, prefixes, device):
+    """Its tables would leave tokens out or read others' entries, and say nothing."""
+    plan = plan_prefill_attention(chunks, prefixes, sizes_of(TINY), device)
+    with pytest.raises(AssertionError, match="other lengths"):
+        prefill_attention(**inputs([3], [2], TINY, 4, device), plan=plan)
