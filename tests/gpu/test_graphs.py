@@ -109,7 +109,7 @@ def test_attention_by_roles_in_a_captured_step_has_the_bits_of_single_launches(
     tokens, caches = [], []
     for eager in (False, True):
         engine = _engine(wide, spec, graphs=True, rows=4, page_size=64)
-        batch = BatchRun(engine, [prompt_of(5 + 59 * r, r) for r in range(4)], 100, 0.8)
+        batch = BatchRun(engine, [prompt_of(5 + 45 * r, r) for r in range(4)], 100, 0.8)
         tokens.append([batch.step(spec, eager=eager) for _ in range(8)])
         caches.append(engine.worker.state.cache)
     assert launched
