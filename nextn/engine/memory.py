@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from nextn.config import MAX_TREE_NODES, EngineConfig, ModelConfig
+from nextn.engine.launched import PIPELINE_DEPTH
+from nextn.engine.prefill import LOGIT_SLICE
+from nextn.engine.request import MAX_BANNED, MAX_BIASES
 from nextn.engine.state import RING
 from nextn.errors import CapacityError, ConfigError
 from nextn.kernels.ref.attention import PIECES_BYTES, WORKSPACE_BYTES
@@ -18,7 +21,11 @@ CPU_CACHE_BYTES = 1 << 30
 """The cache on a CPU, whatever `mem_fraction`; the system hands memory out only as pages are used."""
 
 GRAPH_BYTES = 2 << 30
-"""Kept free for captured decode steps, which are recorded after the cache is allocated."""
+"""Kept free for captured steps, which are recorded after the cache is allocated, beside what the largest of
+them computes with: all share that."""
+
+SPLIT_ROWS = 64
+"""Up to so many rows a product over the vocabulary comes in two parts that are added."""
 
 GIB = 2**30
 
@@ -64,7 +71,7 @@ def plan_memory(
     """
     page_bytes = config.page_size * cfg.latent_dim * dtype.itemsize * (cfg.num_hidden_layers + 1)
     reserve = config.largest_tree
-    needs = _needs(cfg, config, device, dtype)
+    needs = _needs(cfg, config, device, dtype, max_model_len)
     budget = CPU_CACHE_BYTES if needs.left is None else needs.left
     num_pages = config.num_pages or budget // page_bytes
     if not config.prefix_cache and config.num_pages is None:
@@ -90,7 +97,9 @@ def plan_memory(
     return plan
 
 
-def _needs(cfg: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> _Needs:
+def _needs(
+    cfg: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype, max_model_len: int
+) -> _Needs:
     """`mem_fraction` of a GPU, what is taken of it, and one step's work of each kind."""
     limit = weights = other = None
     if device.type != "cpu":
@@ -99,14 +108,16 @@ def _needs(cfg: ModelConfig, config: EngineConfig, device: torch.device, dtype: 
         weights = torch.cuda.memory_allocated(device)
         other = total - free - torch.cuda.memory_reserved(device)
     recorded = device.type != "cpu" and config.cuda_graphs and dtype == torch.bfloat16
+    kernels = device.type != "cpu" and dtype != torch.float64
+    decode = _decode_bytes(cfg, config, kernels=kernels)
     return _Needs(
         limit,
         weights,
         other,
-        rows=_row_bytes(cfg, config, dtype),
-        prefill=_prefill_bytes(cfg, config),
-        decode=_decode_bytes(cfg, config),
-        graphs=GRAPH_BYTES if recorded else 0,
+        rows=_row_bytes(cfg, config, dtype, max_model_len),
+        prefill=_prefill_bytes(cfg, config, kernels=kernels),
+        decode=decode,
+        graphs=GRAPH_BYTES + decode if recorded else 0,
     )
 
 
@@ -159,26 +170,49 @@ def _experts_a_token(cfg: ModelConfig) -> int:
     return cfg.num_experts_per_tok + cfg.n_shared_experts if cfg.n_routed_experts else 1
 
 
-def _prefill_bytes(cfg: ModelConfig, config: EngineConfig) -> int:
-    """Most that one prefill step holds beside weights and cache, by its largest tensors, in bytes."""
+def _choice_bytes(cfg: ModelConfig, nodes: int, rows: int, positions: int, *, kernels: bool) -> int:
+    """Most that choosing the tokens of `nodes` nodes of `rows` rows holds at a time, with every option.
+
+    positions: that a row chooses for, each with its noise and, of one node, log-probabilities. Without
+    kernels, filters sort: values, their places, the mass in float64, masks.
+    """
+    a_node = 4 + 4 + 4 if kernels else 48  # logits, logits adjusted, keys of the filters
+    a_row = 4 + 1 + positions * (4 + 3 * 4)  # counts, marks of the prompt, noise, three kinds of logits
+    parts = 2 * 4 * min(nodes, SPLIT_ROWS)  # of a product that is split
+    return cfg.vocab_size * (nodes * a_node + rows * a_row + parts)
+
+
+def _prefill_bytes(cfg: ModelConfig, config: EngineConfig, *, kernels: bool) -> int:
+    """Most that one prefill step holds beside weights and cache, by its largest tensors, in bytes.
+
+    Layers come first, then the first tokens of prompts that end, then log-probabilities of prompt tokens.
+    """
     tokens, hidden = config.chunked_prefill_size, cfg.hidden_size
     experts = _experts_a_token(cfg)
     width = max(cfg.intermediate_size, cfg.moe_intermediate_size * experts)
     stream = 4 * 2 * hidden + 4 * hidden  # residual, its norm, states of both models; one product in float32
     queries = 4 * cfg.num_attention_heads * (2 * cfg.qk_head_dim + cfg.v_head_dim)
     feed_forward = experts * 2 * hidden + 4 * 2 * width + 2 * width  # summands, gate and up, their product
-    return tokens * (stream + max(queries, feed_forward)) + WORKSPACE_BYTES + PIECES_BYTES
+    layer = tokens * max(queries, feed_forward) + WORKSPACE_BYTES + PIECES_BYTES
+    ending = min(tokens, config.max_running_requests)
+    first = _choice_bytes(cfg, ending, ending, 1, kernels=kernels)
+    rated = LOGIT_SLICE * cfg.vocab_size * 5 * 4  # logits, and what a softmax makes of them on the way
+    return tokens * stream + max(layer, first, rated)
 
 
-def _decode_bytes(cfg: ModelConfig, config: EngineConfig) -> int:
-    """Most that the largest batch of a decode step computes with, beside its graphs."""
-    nodes = config.max_running_requests * config.largest_tree
-    experts = _experts_a_token(cfg)
-    logits = 48 * cfg.vocab_size  # with filters: sorted values, their places, mass in float64, masks
-    return nodes * (logits + 4 * cfg.hidden_size * (experts + 16))
+def _decode_bytes(cfg: ModelConfig, config: EngineConfig, *, kernels: bool) -> int:
+    """Most that the largest batch of a decode step computes with, in a graph or op by op."""
+    spec, rows = config.spec, config.max_running_requests
+    nodes = rows * max(config.largest_tree, spec.topk if spec else 1)
+    positions = config.largest_tree if config.max_draft_tokens or spec is None else spec.width
+    choice = _choice_bytes(cfg, nodes, rows, positions, kernels=kernels)
+    return choice + nodes * 4 * cfg.hidden_size * (_experts_a_token(cfg) + 16)
 
 
-def _row_bytes(cfg: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
-    """Bytes of the rows: ring, NextN state and draft tail, and the penalties' counts and marks."""
+def _row_bytes(cfg: ModelConfig, config: EngineConfig, dtype: torch.dtype, max_model_len: int) -> int:
+    """Bytes of the rows: ring, NextN state and draft tail, pages, penalties' counts and marks, biases."""
     vectors = (RING + 1) * cfg.hidden_size + MAX_TREE_NODES * cfg.latent_dim
-    return (config.max_running_requests + 1) * (vectors * dtype.itemsize + 5 * cfg.vocab_size)
+    pages = -(-(max_model_len + PIPELINE_DEPTH * config.largest_tree) // config.page_size)
+    numbers = 8 * (pages + RING + MAX_BIASES + MAX_BANNED) + 4 * MAX_BIASES + 256  # and a few single ones
+    a_row = vectors * dtype.itemsize + numbers + 5 * cfg.vocab_size
+    return (config.max_running_requests + 1) * a_row + 8 * MAX_TREE_NODES

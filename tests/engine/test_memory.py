@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nextn.config import EngineConfig, ModelConfig
-from nextn.engine.memory import GIB, plan_memory, tokens_each
+from nextn.engine.memory import GIB, _row_bytes, plan_memory, tokens_each
 from nextn.engine.pages import PagePool
 from nextn.engine.request import Request, SamplingParams
 from nextn.engine.scheduler import Scheduler
+from nextn.engine.state import RowState
 from nextn.errors import CapacityError, ConfigError
+from tests.memory_peaks import peaks
+from tests.tiny import TINY
 
 V3 = ModelConfig.from_dict(json.loads((Path(__file__).parents[1] / "data" / "dsv3-full.json").read_text()))
 GPU = torch.device("cuda", 0)
@@ -93,6 +97,29 @@ def test_on_a_cpu_the_cache_has_its_fixed_size(caplog: pytest.LogCaptureFixture)
     assert list(parts) == ["rows", "prefill step", "decode step", "cache"]
     assert parts["cache"] == pytest.approx(1.0, abs=0.01)
     assert "max_model_len is cut" in caplog.text
+
+
+def test_what_a_step_s_tensors_take_is_planned_and_not_much_more() -> None:
+    """At real sizes, as a GPU would allocate: prompts long, short and many, trees, chains, every option."""
+    pytest.importorskip("triton")
+    found = peaks()
+    assert {name: each for name, each in found.items() if not each[0] <= each[1] <= 3 * each[0]} == {}
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize("max_model_len", [100, 163_840])
+def test_rows_take_what_is_planned(rows: int, max_model_len: int) -> None:
+    """Every tensor of the engine's state but the cache."""
+    cfg, config = ModelConfig.from_dict(TINY), EngineConfig(max_running_requests=rows)
+    state = RowState(
+        cfg, max_rows=rows, max_len=max_model_len + 2 * config.largest_tree, num_pages=1,
+        page_size=config.page_size, dtype=torch.bfloat16, device=torch.device("cpu"),
+    )  # fmt: skip
+    sampling = [getattr(state.sampling, field.name) for field in fields(state.sampling)]
+    held = [each for each in (*vars(state).values(), *sampling) if isinstance(each, torch.Tensor)]
+    taken = sum(each.nbytes for each in held) - state.cache.nbytes
+    planned = _row_bytes(cfg, config, torch.bfloat16, max_model_len)
+    assert 0.5 * planned <= taken <= planned
 
 
 @given(pages=st.integers(1, 3000), rows=st.integers(1, 40), page_size=st.sampled_from([1, 4, 64]))
