@@ -30,6 +30,7 @@ from nextn.server.middleware import (
     unavailable,
 )
 from nextn.server.openapi import describe
+from nextn.server.places import Place, Places
 from nextn.server.prepare import Prepared, Preparer
 from nextn.server.protocol import (
     REQUEST_ID,
@@ -146,7 +147,7 @@ class _Endpoints:
         self.max_body_bytes = max_body_bytes
         self.body_seconds = body_seconds
         self.created = int(time.time())
-        self.tokenizing = 0
+        self.tokenizing = Places(self._check_tokenizing)
 
     @cached_property
     def preparer(self) -> Preparer:
@@ -207,46 +208,50 @@ class _Endpoints:
 
     async def _tokenizing(self, request: Request, work: Callable[[bytes], dict[str, object]]) -> Response:
         """What `work` makes of the body; it needs a thread, and others do too, so few may come at once."""
-        if self.tokenizing >= MAX_TOKENIZING:
-            raise Busy(f"at most {MAX_TOKENIZING} texts are tokenized at once; try again", 1)
-        self.tokenizing += 1
-        try:
-            return JSONResponse(await asyncio.to_thread(work, await self._read(request)))
-        finally:
-            self.tokenizing -= 1
+        with self.tokenizing.reserve() as place:
+            return JSONResponse(await asyncio.to_thread(work, await self._read(request, place)))
 
-    async def _read(self, request: Request) -> bytes:
+    def _check_tokenizing(self, count: int) -> None:
+        """Raise Busy unless so many more texts may be tokenized now; slow senders give way."""
+        self.tokenizing.make_room(self.tokenizing.reserved + count - MAX_TOKENIZING)
+        if self.tokenizing.reserved + count > MAX_TOKENIZING:
+            raise Busy(f"at most {MAX_TOKENIZING} texts are tokenized at once; try again", 1)
+
+    async def _read(self, request: Request, place: Place) -> bytes:
         """The body, within its limits; only as JSON, which a foreign web page may not send unasked."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "the content-type must be application/json", code="unsupported_media_type")
-        content = await self._unless_stopping(self._collect(request), self.body_seconds)
+        content = await self._unless_stopping(self._collect(request), self.body_seconds, place.lost)
         if content is None:
-            raise ApiError(
-                408,
-                f"the body did not come within {self.body_seconds:g} s",
-                code="request_timeout",
-                headers={"Connection": "close"},
-            )
+            reason = f"did not come within {self.body_seconds:g} s"
+            if place.lost.is_set():
+                reason = "came slowly, and others needed its place; try again"
+            raise ApiError(408, f"the body {reason}", code="request_timeout", headers={"Connection": "close"})
+        place.has_body()
         return content
 
     async def _unless_stopping(
-        self, work: Coroutine[Any, Any, _T], seconds: float | None = None
+        self, work: Coroutine[Any, Any, _T], seconds: float | None = None, lost: asyncio.Event | None = None
     ) -> _T | None:
-        """What `work` gives; None if that takes too long, and 503 at once if the server ends meanwhile."""
+        """What `work` gives; None if that takes too long or too long for others, and 503 at once if the
+        server ends meanwhile."""
         working = asyncio.ensure_future(work)
         stopping = asyncio.ensure_future(self.bridge.until_stopping())
+        waiting: set[asyncio.Future[Any]] = {working, stopping}
+        if lost is not None:
+            waiting.add(asyncio.ensure_future(lost.wait()))
         try:
-            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED, timeout=seconds)
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=seconds)
             if working.done():
                 return working.result()
             if stopping.done():
                 raise unavailable("the server is shutting down")
             return None
         finally:
-            working.cancel()
-            stopping.cancel()
-            await asyncio.gather(working, stopping, return_exceptions=True)
+            for each in waiting:
+                each.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
 
     async def _collect(self, request: Request) -> bytes:
         content = bytearray()
@@ -259,11 +264,11 @@ class _Endpoints:
         return bytes(content)
 
     async def _complete(self, request: Request, prepare: Callable[[bytes], Prepared]) -> Response:
-        with self.bridge.reserve() as keep:  # a full server does not read what it will turn away
-            content = await self._read(request)
-            prepared = await self._unless_stopping(self._prepare(prepare, content, keep))
+        with self.bridge.places.reserve() as place:  # a full server does not read what it will turn away
+            content = await self._read(request, place)
+            prepared = await self._unless_stopping(self._prepare(prepare, content, place))
             assert prepared is not None  # it may take its time
-            keep(0)
+            place.keep(0)
             try:
                 ticket = await self.bridge.submit(prepared.requests)
             except RequestError as error:
@@ -278,12 +283,10 @@ class _Endpoints:
             continuous_usage=body.continuous_usage,
         )
 
-    async def _prepare(
-        self, prepare: Callable[[bytes], Prepared], content: bytes, keep: Callable[[int], None]
-    ) -> Prepared:
+    async def _prepare(self, prepare: Callable[[bytes], Prepared], content: bytes, place: Place) -> Prepared:
         """The requests of a body; their grammar is waited for without a thread, which others may need."""
         prepared = await asyncio.to_thread(prepare, content)
-        keep(len(prepared.requests))
+        place.keep(len(prepared.requests))
         if (compiling := prepared.compiling) is not None:
             compiled = asyncio.wrap_future(compiling.future)
             while seconds := compiling.patience():

@@ -12,8 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -23,6 +22,7 @@ from nextn.engine.stats import StepReport
 from nextn.errors import NextnError
 from nextn.server.metrics import ErrorCause, Latency, Metrics
 from nextn.server.overload import EndRate
+from nextn.server.places import Places
 from nextn.server.ticket import Ticket
 from nextn.text import Tokenizer
 
@@ -181,8 +181,8 @@ class Bridge:
         self._stats: Mapping[str, float] = {}
         """The engine's statistics after its last step, for any thread; replaced, never changed."""
         self._open: dict[str, _Open] = {}
-        self._reserved = 0
-        """Places kept for requests that are being read; they count like open ones."""
+        self.places = Places(self.check_room)
+        """Kept for requests that are being read; they count like open ones."""
         self._ends = EndRate()
         # What the engine thread has been asked for and has not answered.
         self._asked: set[asyncio.Future[Any]] = set()
@@ -208,7 +208,7 @@ class Bridge:
         metrics.watch(
             "nextn_requests_reading",
             "Places kept for requests being read or tokenized.",
-            lambda: self._reserved,
+            lambda: self.places.reserved,
         )
         metrics.watch(
             "nextn_requests_open_limit",
@@ -265,37 +265,18 @@ class Bridge:
         self._thread.start()
 
     def check_room(self, count: int) -> None:
-        """Raise Unavailable or Busy unless so many requests would be taken now."""
+        """Raise Unavailable or Busy unless so many requests would be taken now; slow senders give way."""
         if self.state != "ok":
             raise Unavailable(_REFUSALS[self.state])
-        taken = len(self._open) + self._reserved
-        missing = taken + count - self.max_open
-        if missing > 0:
+        self.places.make_room(self._missing(count))
+        if (missing := self._missing(count)) > 0:
+            taken = len(self._open) + self.places.reserved
             message = f"{taken} requests are open and at most {self.max_open} are taken; try again"
             raise Busy(message, self._ends.seconds_until(missing, time.monotonic()))
 
-    @contextmanager
-    def reserve(self) -> Iterator[Callable[[int], None]]:
-        """Keep a place for a request that is still to be read; what is left of it is given back at the end.
-
-        Gives a function for the number of places to keep: the real one once it is known, and 0 right before
-        `submit`, which takes its own. It raises Unavailable or Busy, and then keeps none, as entering may.
-        """
-        held = 0
-
-        def keep(count: int) -> None:
-            nonlocal held
-            self._reserved -= held
-            held = 0
-            self.check_room(count)
-            self._reserved += count
-            held = count
-
-        keep(1)
-        try:
-            yield keep
-        finally:
-            self._reserved -= held
+    def _missing(self, count: int) -> int:
+        """How many of so many more requests would find no place; below 0 if there are more places."""
+        return len(self._open) + self.places.reserved + count - self.max_open
 
     async def submit(self, requests: Sequence[Request]) -> Ticket:
         """Give requests to the engine, all or none; raises Unavailable, Busy or the engine's RequestError."""

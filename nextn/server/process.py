@@ -254,8 +254,7 @@ def _uvicorn_config(app: FastAPI, log_level: str) -> uvicorn.Config:
 
     Requests are bounded by the bridge and the application from when their bodies are read; uvicorn's
     limit_concurrency is no help, as above it /health would be refused as well. A connection on which no
-    request has come stays open, and one that sends its body slowly keeps a place for `BODY_SECONDS`; where
-    strangers can connect, a proxy in front must bound both.
+    request has come stays open; where strangers can connect, a proxy in front must bound them.
     """
     return uvicorn.Config(
         app,

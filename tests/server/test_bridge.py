@@ -246,23 +246,24 @@ def test_an_error_while_an_answer_is_aborted_is_a_failure_too(engine: FakeEngine
 
 def test_a_place_is_kept_for_what_is_read_until_its_requests_are_known(engine: FakeEngine) -> None:
     async def test(bridge: Bridge) -> None:
-        with bridge.reserve(), contextlib.suppress(ZeroDivisionError), bridge.reserve() as keep:
+        reserve = bridge.places.reserve
+        with reserve(), contextlib.suppress(ZeroDivisionError), reserve() as place:
             assert _sample(bridge, "nextn_requests_reading") == 2
             bridge.check_room(2)
             with pytest.raises(Busy, match="2 requests are open"):
                 bridge.check_room(3)
-            keep(3)
-            with pytest.raises(Busy), bridge.reserve():
+            place.keep(3)
+            with pytest.raises(Busy), reserve():
                 pass
             with pytest.raises(Busy):
-                keep(4)  # and it keeps none any more
+                place.keep(4)  # and it keeps none any more
             bridge.check_room(3)
-            keep(2)
+            place.keep(2)
             raise ZeroDivisionError
         assert _sample(bridge, "nextn_requests_reading") == 0
-        with bridge.reserve() as keep:
-            keep(4)
-            keep(0)
+        with reserve() as place:
+            place.keep(4)
+            place.keep(0)
             ticket = await bridge.submit([_request(str(i)) for i in range(4)])
             with pytest.raises(Busy):
                 bridge.check_room(1)
