@@ -20,7 +20,7 @@ from torch import Tensor
 from nextn.kernels.launch import EARLY, launch_options, prefetch, wait_for_inputs
 from nextn.kernels.ref.sampling import SamplingBatch
 from nextn.kernels.tree_ops import order_key
-from nextn.kernels.vocab import temper
+from nextn.kernels.vocab import finite, temper
 
 MAX_BIASES, MAX_BANS = 512, 64
 """Biased and banned token ids a row, at most; powers of two."""
@@ -234,12 +234,6 @@ def add_biases(out_ptr, ids, values, banned, is_early):  # type: ignore[no-untyp
     nothing = tl.full(banned.shape, float("-inf"), tl.float32)
     tl.store(out_ptr + banned, nothing, mask=(banned >= 0) & is_early)
     tl.debug_barrier()
-
-
-@triton.jit
-def finite(x, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """NaN as -inf and inf as the largest float."""
-    return tl.where(x == x, tl.where(x > LARGEST, LARGEST, x), float("-inf"))
 
 
 @triton.jit

@@ -92,12 +92,11 @@ def chosen_logprobs(
     batch = replace(batch.adjusted(), temperature=temperature)
     best, values = best_children(x, batch, None, min(MAX_LOGPROBS, x.shape[2]))
     places = torch.cat((tokens.clamp(min=0).unsqueeze(-1), best[..., :1]), dim=-1)
-    # +inf is the largest float here as in the kernel.
-    own, top = torch.nan_to_num(x.gather(-1, places).float(), nan=-math.inf, neginf=-math.inf).split(
-        1, dim=-1
-    )
+    found = x.gather(-1, places).float().clamp(max=torch.finfo(torch.float32).max)  # as `finite`; NaN stays
+    own, top = found.split(1, dim=-1)
     divisor = torch.where(temperature > 0, temperature, 1.0)[:, None, None]
-    own = torch.nan_to_num((own - top) / divisor + values[..., :1], nan=-math.inf, neginf=-math.inf)
+    own = torch.addcdiv(values[..., :1], own - top, divisor)
+    own = torch.nan_to_num(own, nan=-math.inf, neginf=-math.inf)
     return pad_logprobs(tokens, own, best, values)
 
 
@@ -109,7 +108,10 @@ def level_noise(batch: SamplingBatch, first: Tensor, levels: int, vocab: int, dt
     rows = first.shape[0]
     if not batch.any_sampled:
         return torch.zeros(rows, levels, 1, dtype=dtype, device=first.device)
-    assert first.dtype == torch.int64, f"first must be int64, is {first.dtype}"
+    assert batch.temperature.shape == (rows,), f"temperature must be [{rows}]"
+    for name, key in (("first", first), ("seed", batch.seed), ("choice", batch.choice)):
+        assert key.dtype == torch.int64, f"{name} must be int64, is {key.dtype}"
+        assert key.shape == (rows,), f"{name} must be [{rows}], is {list(key.shape)}"
     noise = torch.empty(rows, levels, vocab, dtype=dtype, device=first.device)
     if noise.numel():
         _noise_kernel[(rows * levels, triton.cdiv(vocab, NOISE_BLOCK))](
@@ -195,12 +197,18 @@ def _choose(
 
 
 @triton.jit
+def finite(x, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """NaN as -inf and inf as the largest float."""
+    return tl.where(x == x, tl.where(x > LARGEST, LARGEST, x), float("-inf"))
+
+
+@triton.jit
 def load_logits(pointer, mask, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Logits at least in float32, NaN as -inf and inf as the largest float."""
+    """`finite` logits, in float32 at least."""
     x = tl.load(pointer, mask=mask, other=float("-inf"))
     if x.dtype != tl.float64:
         x = x.to(tl.float32)
-    return tl.where(x == x, tl.where(x > LARGEST, LARGEST, x), float("-inf"))
+    return finite(x, LARGEST)
 
 
 @triton.jit

@@ -131,15 +131,3 @@ def accept(tree: Tree, target: Sequence[int], width: int) -> tuple[list[int], li
         path.append(child)
         emitted.append(target[child])
     return path, emitted
-
-
-def leaf_paths(tree: Tree) -> list[list[int]]:
-    """Node numbers from the root to each leaf, leaves in ascending order."""
-    paths = []
-    for leaf in range(len(tree.tokens)):
-        if leaf not in tree.parents:
-            path = [leaf]
-            while path[-1] != 0:
-                path.append(tree.parents[path[-1]])
-            paths.append(path[::-1])
-    return paths

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -192,6 +193,37 @@ def test_more_biases_than_the_kernel_takes_are_refused(
         adjust.adjust_logits(
             torch.zeros(1, 1, 8), replace(batch, **more), None, torch.zeros(1, 1, dtype=torch.int64)
         )
+
+
+@pytest.mark.parametrize(
+    ("knobs", "tensors"), [(Knobs(1.0, frequency=0.5), 1), (Knobs(0.0, top_k=2), 1), (Knobs(1.0, top_k=2), 4)]
+)
+def test_only_filters_take_memory_beside_the_result(
+    knobs: Knobs, tensors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys, places and masses serve rows that are sampled and filter."""
+    made, empty = [], torch.empty
+
+    def counted(*args: Any, **more: Any) -> Tensor:
+        made.append(empty(*args, **more))
+        return made[-1]
+
+    path = torch.zeros(1, 1, 0, dtype=torch.int64)
+    monkeypatch.setattr(torch, "empty", counted)
+    adjust.adjust_logits(torch.zeros(1, 1, 8), sampling_batch([knobs], 8), (path, path.bool()))
+    assert len(made) == tensors
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning")  # numpy, as the interpreter
+@pytest.mark.parametrize("knobs", [Knobs(top_k=39), Knobs(top_p=0.999), Knobs(min_p=1e-30), Knobs(top_k=50)])
+def test_a_tiny_temperature_leaves_what_is_possible_under_it(knobs: Knobs) -> None:
+    """Logits that it sends to -inf are as impossible as any, whichever filter is on."""
+    temperatures = [1e-45, 1e-38, 1e-3]
+    logits = torch.arange(40.0).flip(0).mul(10).expand(3, 1, 40)
+    path = torch.zeros(3, 1, 0, dtype=torch.int64)
+    batch = sampling_batch([replace(knobs, temperature=t) for t in temperatures], 40)
+    got = check(logits, batch, (path, path.bool()), path.new_zeros(3, 1))
+    assert got[:2, 0].isfinite().sum(-1).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("top_p", [0.125, 0.25, 0.5, 0.75])

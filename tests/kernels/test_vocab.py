@@ -194,6 +194,14 @@ def test_refusals_say_what_is_wrong() -> None:
         vocab.best_children(logits, batch_of([Knobs(1.0, top_k=2)], 3), logits, 1)
     with pytest.raises(AssertionError, match="level must be"):
         vocab.pick_tokens(logits, batch, logits, logits[..., 0])
+    first = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    for name in ("seed", "choice"):
+        with pytest.raises(AssertionError, match=rf"{name} must be \[1\], is \[2\]"):
+            vocab.level_noise(replace(batch, **{name: first.expand(2)}), first, 1, 3, torch.float32)
+        with pytest.raises(AssertionError, match=f"{name} must be int64, is torch.int32"):
+            vocab.level_noise(replace(batch, **{name: first.int()}), first, 1, 3, torch.float32)
+    with pytest.raises(AssertionError, match=r"temperature must be \[2\]"):
+        vocab.level_noise(batch, first.expand(2), 1, 3, torch.float32)
     with pytest.raises(AssertionError, match="penalties count each node's path"):
         ref.pick_tokens(logits, batch_of([Knobs(1.0, presence=1.0)], 3), logits, logits[..., 0].long())
 

@@ -21,6 +21,18 @@ from tests.tree.vectors import ROOT, VECTORS, Vector
 ALL_BITS = (1 << 64) - 1
 
 
+def leaf_paths(tree: naive.Tree) -> list[list[int]]:
+    """Node numbers from the root to each leaf, leaves in ascending order."""
+    paths = []
+    for leaf in range(len(tree.tokens)):
+        if leaf not in tree.parents:
+            path = [leaf]
+            while path[-1] != 0:
+                path.append(tree.parents[path[-1]])
+            paths.append(path[::-1])
+    return paths
+
+
 def grow_table(draft: TableDraft, spec: SpecConfig) -> Growth:
     """Grow from a table draft as an engine does, ranking by the values themselves."""
     first = draft.rows(torch.zeros(draft.table.shape[0], 1, 0, dtype=torch.int64))
@@ -85,7 +97,7 @@ def test_naive_vector(name: str) -> None:
         (tree.tokens, vector.tokens),
         (tree.depths, vector.depths),
         (tree.masks, vector.masks),
-        (naive.leaf_paths(tree), vector.leaf_paths),
+        (leaf_paths(tree), vector.leaf_paths),
     ):
         assert expected is None or got == expected
 
@@ -163,6 +175,15 @@ def test_positive_value_does_not_outrank_its_parent() -> None:
     tree = grow_table(draft, spec).rerank(torch.tensor([9]))
     tree.check()
     assert_same(tree, 0, naive.draft(9, lambda path: draft.children(0, path), spec))
+
+
+@pytest.mark.parametrize(("tokens", "values"), [((2, 2), (2, 2)), ((2, 3), (2, 2)), ((2, 3), (1, 3))])
+def test_a_start_with_another_number_of_children_is_refused(
+    tokens: tuple[int, int], values: tuple[int, int]
+) -> None:
+    """With a sentence: tokens and values of the root are [B, k]."""
+    with pytest.raises(AssertionError, match="the root has 3 children a row, and a value for each"):
+        grow.start(torch.zeros(tokens, dtype=torch.int64), torch.zeros(values), SpecConfig(2, 3, 4))
 
 
 def test_growth_on_a_row_does_not_depend_on_the_batch() -> None:

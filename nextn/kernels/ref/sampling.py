@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from nextn.kernels.ref.dtypes import accumulation_dtype
 from nextn.kernels.ref.tree_ops import log_values, top_children
 
 WORD = 0xFFFFFFFF  # words of 32 bits, held in int64
@@ -109,9 +110,7 @@ def process_logits(
 
 def normalise(x: Tensor, batch: SamplingBatch) -> Tensor:
     """Log-probabilities of what `adjust_logits` returns: tempered in rows with T > 0."""
-    if batch.any_sampled:
-        x = _temper(x, batch)
-    return torch.nan_to_num(x.log_softmax(-1), nan=-math.inf, neginf=-math.inf)
+    return _log_softmax(_temper(x, batch) if batch.any_sampled else x)
 
 
 def adjust_logits(
@@ -122,14 +121,14 @@ def adjust_logits(
     positions: Tensor | None = None,
 ) -> Tensor:
     """`process_logits` before temperature: penalised and biased logits, -inf where a token is impossible."""
-    x = logits if logits.dtype == torch.float64 else logits.float()
+    x = logits.to(accumulation_dtype(logits.dtype))
     if batch.grammar is not None:
         x = x.masked_fill(~unpack_bits(batch.grammar, x.shape[-1]), -math.inf)
     if batch.any_penalty:
         x = _penalise(x, batch, path_tokens, path_valid)
     if batch.any_bias:
         x = _bias(x, batch, positions)
-    x = torch.nan_to_num(x, nan=-math.inf, neginf=-math.inf)
+    x = _clean(x)
     if batch.any_sampled and batch.any_filter:
         x = x.masked_fill(~_filter(_temper(x, batch), batch), -math.inf)
     return x
@@ -182,13 +181,18 @@ def chosen_logprobs(
 
 def raw_logprobs(logits: Tensor) -> Tensor:
     """The model's own log-probabilities of logits [..., V], float32 or float64."""
-    return torch.nan_to_num(_clean(logits).log_softmax(-1), nan=-math.inf, neginf=-math.inf)
+    return _log_softmax(_clean(logits))
 
 
 def _clean(logits: Tensor) -> Tensor:
     """Logits in float32 or float64, NaN as -inf and +inf as the largest float."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
+    wide = logits.to(accumulation_dtype(logits.dtype))
     return torch.nan_to_num(wide, nan=-math.inf, neginf=-math.inf)
+
+
+def _log_softmax(x: Tensor) -> Tensor:
+    """Of `_clean` logits; -inf throughout where none is finite."""
+    return torch.nan_to_num(x.log_softmax(-1), nan=-math.inf, neginf=-math.inf)
 
 
 def perturb(logp: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
@@ -411,7 +415,8 @@ def _filter(x: Tensor, batch: SamplingBatch) -> Tensor:
     min_p = _per_row(torch.where(sampled, batch.min_p, 0.0)).double()
     top_p = _per_row(torch.where(sampled, batch.top_p, 1.0)).double()
     ordered, index = torch.sort(x, dim=-1, descending=True, stable=True)
-    keep = ordered >= ordered[..., :1] + min_p.log().to(x.dtype)
+    # Under a tiny T a finite logit may be -inf here: as impossible as any.
+    keep = (ordered >= ordered[..., :1] + min_p.log().to(x.dtype)) & (ordered > -math.inf)
     keep &= torch.arange(x.shape[-1], device=x.device) < top_k
     mass = (ordered - ordered[..., :1]).double().exp().masked_fill(~keep, 0.0)
     until = mass.cumsum(-1)
