@@ -50,7 +50,7 @@ class ScriptedEngine:
         self.begun: list[float] = []
         self.spent = 0.0
 
-    def validate(self, prompt_tokens: list[int], params: SamplingParams) -> None:
+    def check(self, prompt_tokens: list[int], params: SamplingParams) -> None:
         """Everything can be served."""
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""The engine: requests in, outputs out, one step at a time; one thread uses it (any may call `validate`).
+"""The engine: requests in, outputs out, one step at a time, by one thread (any may call `validate`, `check`).
 
 A request ends with exactly one final output: by a stop token, a stop string, its token limit, an abort, or an
 error where no token can follow.
@@ -196,11 +196,11 @@ class Engine:
 
         Returns its grammar, for `Request.compiled`: compiling may take seconds, too long for `add`.
         """
-        self._check(prompt_tokens, params)
+        self.check(prompt_tokens, params)
         return self._compile(params)
 
-    def _check(self, prompt_tokens: list[int], params: SamplingParams) -> None:
-        """All of `validate` that takes no time."""
+    def check(self, prompt_tokens: list[int], params: SamplingParams) -> None:
+        """All of `validate` but whether the grammar itself is of use; for `Request.is_checked`."""
         if not prompt_tokens:
             raise RequestError("the prompt is empty; it needs at least one token", "prompt")
         vocab = self.worker.models.cfg.vocab_size
@@ -228,6 +228,8 @@ class Engine:
                 f"name fewer stop_token_ids",
                 "stop_token_ids",
             )
+        if params.grammar is not None:
+            self._check_grammar(params)
 
     def _check_pages(self, length: int) -> None:
         """Raise `RequestError` unless the cache holds `length` tokens and a step behind them."""
@@ -239,10 +241,8 @@ class Engine:
                 "max_tokens",
             )
 
-    def _compile(self, params: SamplingParams) -> CompiledGrammar | None:
-        """The request's grammar; raises `RequestError` for one that cannot be followed to its end."""
-        if params.grammar is None:
-            return None
+    def _check_grammar(self, params: SamplingParams) -> None:
+        """Raise `RequestError` for a grammar that has no place here, or not beside the other options."""
         if self.grammars is None:
             raise RequestError("structured output needs a tokenizer, which this model lacks", "grammar")
         if not self.eos_token_ids:
@@ -257,6 +257,11 @@ class Engine:
             raise RequestError(
                 "min_tokens and a grammar exclude each other: the grammar says when to end", "min_tokens"
             )
+
+    def _compile(self, params: SamplingParams) -> CompiledGrammar | None:
+        """The request's grammar; raises `RequestError` for one that cannot be followed to its end."""
+        if params.grammar is None or self.grammars is None:
+            return None
         return self.grammars.compile(params.grammar)
 
     def _banned(self, params: SamplingParams) -> list[int]:
@@ -274,7 +279,8 @@ class Engine:
             raise RequestError(f"priority is {request.priority!r}; it must be a whole number", "priority")
         if not isinstance(request.cache_salt, str | None):
             raise RequestError(f"cache_salt is {request.cache_salt!r}; it must be a string", "cache_salt")
-        self._check(request.prompt_tokens, request.params)
+        if not request.is_checked:
+            self.check(request.prompt_tokens, request.params)
         grammar = request.compiled or self._compile(request.params)
         seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
         detokenizer = Detokenizer(self.tokenizer, request.params.stop) if self.tokenizer else None

@@ -37,7 +37,7 @@ MAX_TEXT = 65_536
 MAX_DEPTH = 64
 """Nesting of a schema."""
 MAX_CACHED = 32
-"""Compiled grammars kept; the least recently used one goes first."""
+"""Compiled grammars kept, beside those that are under way; the least recently used one goes first."""
 COMPILE_SECONDS = 10.0
 """How long a request waits for its grammar's turn, and then for the work, which the limits below shorten."""
 MAX_QUEUED = 64
@@ -74,10 +74,32 @@ MAKE_SECONDS = 0.005
 """A grammar that is ready sooner is made anew for each request: masks can then be made side by side."""
 ANY_OBJECT = '{"type": "object"}'
 
+STACK_BYTES = 64 << 20
+"""Of the threads that compile: llguidance calls itself once a rule or reference, of which MAX_TEXT has room
+for thousands, and a stack that ends is the end of the process. Memory is taken only as it is used."""
+SHALLOW_TEXT = 4096
+"""Characters of a grammar that fits any stack."""
+
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _MASKERS = ThreadPoolExecutor(min(8, _CORES // 2), "masks") if _CORES >= 4 else None
-_WORKERS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
+
+
+class _DeepThreads(ThreadPoolExecutor):
+    """Threads with stacks of STACK_BYTES."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Submit, which may start a thread; one that others start at this moment has a large stack too."""
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            return super().submit(fn, *args, **kwargs)
+        finally:
+            threading.stack_size(before)
+
+
+_WORKERS = _DeepThreads(max_workers=2, thread_name_prefix="grammar")
 """Compile for all engines of the process: a hostile grammar holds up others, but no request without one."""
+_AGAIN = _DeepThreads(max_workers=1, thread_name_prefix="grammar again")
+"""Begins deep grammars anew, for threads that have other stacks and must not wait for a hostile one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +230,9 @@ class Grammars:
             if job is not None:
                 self._cache[grammar] = job
                 self._cache.move_to_end(grammar)
-            while len(self._cache) > MAX_CACHED:
-                self._cache.popitem(last=False)
+            done = [each for each, job in self._cache.items() if job.future.done()]  # the oldest first
+            for each in done[: max(0, len(self._cache) - MAX_CACHED)]:
+                del self._cache[each]
         if job is None:
             self._refuse("queue")
             raise GrammarsBusy
@@ -253,6 +276,7 @@ class Grammars:
             lambda: library.LLMatcher(tokenizer, text, log_level=0, limits=limits),
             tokenizer.vocab_size,
             self._eos,
+            is_deep=len(grammar.text) > SHALLOW_TEXT,
         )
         return compiled.check() or compiled
 
@@ -274,11 +298,14 @@ class CompiledGrammar:
 
     What a matcher finds out about its expressions it shares with its copies, under a lock: right for grammars
     that cost much. Of others each request has its own. Either begins anew when it has grown to a limit.
+    make: gives a matcher at the start; called at once. is_deep: whether that may need a deep stack.
     """
 
-    def __init__(self, make: Callable[[], LLMatcher], vocab: int, eos: frozenset[int]) -> None:
+    def __init__(
+        self, make: Callable[[], LLMatcher], vocab: int, eos: frozenset[int], *, is_deep: bool = False
+    ) -> None:
         self.words, self.eos = mask_words(vocab), eos
-        self._make = make
+        self._make, self._is_deep = make, is_deep
         started = time.perf_counter()
         self._prototype = make()
         self._seconds = time.perf_counter() - started
@@ -305,11 +332,13 @@ class CompiledGrammar:
 
     def start(self, *, anew: bool = False) -> LLMatcher:
         """A matcher of the library at the grammar's start."""
+        if self._shared and not anew:
+            return self._prototype.deep_copy()
+        made: LLMatcher = _AGAIN.submit(self._make).result() if self._is_deep else self._make()
         if not self._shared:
-            return self._make()
-        if anew:
-            self._prototype = self._make()
-        return self._prototype.deep_copy()
+            return made
+        self._prototype = made
+        return made.deep_copy()
 
 
 class Matcher:

@@ -132,8 +132,8 @@ class Request:
     choice: which of a prompt's answers this is; it separates their noise under one seed. priority: lower ones
     start first and are preempted last. cache_salt: prefixes are shared among requests of one salt only, so
     that nobody else learns from the time to a first token what they hold. compiled: what `Engine.validate`
-    returned, where it was asked before. prompt_logprobs: what prefill has computed of them so far; a request
-    that is preempted keeps it.
+    returned, where it was asked before. is_checked: whether `Engine.check` has been, which reads the whole
+    prompt. prompt_logprobs: what prefill has computed of them so far; a request that is preempted keeps it.
     """
 
     request_id: str
@@ -143,6 +143,7 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     compiled: CompiledGrammar | None = None
+    is_checked: bool = False
     output_tokens: list[int] = field(default_factory=list)
     acceptance: Acceptance = field(default_factory=Acceptance)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)

@@ -291,8 +291,7 @@ class _Endpoints:
             compiled = asyncio.wrap_future(compiling.future)
             while seconds := compiling.patience():
                 await asyncio.wait({compiled}, timeout=seconds)
-        if prepared.requests[0].params.grammar is not None:
-            await asyncio.to_thread(self.preparer.constrain, prepared)
+        self.preparer.constrain(prepared)
         return prepared
 
     def _model(self, name: str) -> dict[str, object]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
-from nextn.engine.grammar import CompiledGrammar, Grammars
+from nextn.engine.grammar import Grammars
 from nextn.engine.request import FinishReason, Output, Request, SamplingParams
 from nextn.engine.stats import StepReport
 from nextn.errors import NextnError
@@ -44,7 +44,7 @@ _REFUSALS: dict[State, str] = {
 
 
 class EngineLike(Protocol):
-    """What the server needs of an engine. Any thread may use `validate` and `grammars`, its own all the rest.
+    """What the server needs of an engine. Any thread may use `check` and `grammars`, its own all the rest.
 
     on_step: called with each step that has landed. on_start: called with the id of each request when its
     first step is launched, and not again if it is preempted later.
@@ -65,8 +65,8 @@ class EngineLike(Protocol):
     def max_model_len(self) -> int:
         """Most tokens of a request, prompt and output together."""
 
-    def validate(self, prompt_tokens: list[int], params: SamplingParams) -> CompiledGrammar | None:
-        """Raise RequestError for a request that cannot be served; its grammar, compiled."""
+    def check(self, prompt_tokens: list[int], params: SamplingParams) -> None:
+        """Raise RequestError for a request that cannot be served, whatever its grammar turns out to be."""
 
     def add(self, request: Request) -> None:
         """Queue a request; raises RequestError and keeps nothing of it when it cannot run."""

@@ -14,6 +14,7 @@ from pydantic import (
     PlainValidator,
     StringConstraints,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -26,10 +27,36 @@ MAX_CHOICES = 16
 """Largest n."""
 
 
+MAX_FIELDS = 128
+"""Most fields of one object: each that is unknown would cost an error of its own, which nobody reads."""
+
+
 class Strict(BaseModel):
     """No coercion, no unknown field, no infinity."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_small(cls, value: object) -> object:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            invalid(f"has {len(value)} fields; at most {MAX_FIELDS} are taken")
+        return value
+
+
+class AtMost:
+    """Refuse a list or an object of more entries before any of them is looked at."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
+
+    def _check(self, value: object) -> object:
+        if isinstance(value, dict | list) and len(value) > self._most:
+            invalid(f"has {len(value)} entries; at most {self._most} are taken")
+        return value
 
 
 def invalid(message: str, field: str | None = None) -> NoReturn:
@@ -96,8 +123,6 @@ def _bias(value: object) -> object:
     """OpenAI's object of token ids, which JSON makes strings; each id may be spelt in one way only."""
     if not isinstance(value, dict):
         return value
-    if len(value) > MAX_BIASES:
-        invalid(f"has {len(value)} tokens; at most {MAX_BIASES} are taken")
     for key, bias in value.items():
         if not (key.isascii() and key.isdigit() and len(key) < 11 and str(int(key)) == key):
             invalid("each key must be a token id, written in decimal digits")
@@ -118,6 +143,7 @@ CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Prompts = Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
 LogitBias = Annotated[
     dict[str, Any],
+    AtMost(MAX_BIASES),
     AfterValidator(_bias),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
 ]
@@ -127,6 +153,7 @@ Metadata = Annotated[
         Annotated[str, StringConstraints(max_length=512)],
     ],
     Field(max_length=16),
+    AtMost(16),
 ]
 
 
@@ -144,4 +171,5 @@ TemplateArguments = Annotated[
         Annotated[Any, AfterValidator(_template_value)],
     ],
     Field(max_length=16),
+    AtMost(16),
 ]

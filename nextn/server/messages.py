@@ -9,10 +9,13 @@ from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, T
 from pydantic_core.core_schema import ValidationInfo
 
 from nextn.server.chat import Parameters
-from nextn.server.fields import Only, Strict, invalid, unsupported
+from nextn.server.fields import AtMost, Only, Strict, invalid, unsupported
 
 MAX_TOOLS = 128
 """Most tools of one chat, as OpenAI documents it."""
+
+MAX_MESSAGES = 4096
+"""Most messages of one chat: a template takes its time for each, however short."""
 
 _Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 _Id = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -158,7 +161,10 @@ class ToolChoice(Strict):
     function: ChosenFunction
 
 
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+Messages = Annotated[
+    list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), AtMost(MAX_MESSAGES)
+]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AtMost(MAX_TOOLS)]
 AnyToolChoice = Literal["none", "auto", "required"] | ToolChoice
 
 

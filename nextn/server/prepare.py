@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -95,6 +95,7 @@ class Preparer:
         try:
             tokenizer = self._tokenizer("prompt")
             messages = [plain(message) for message in body.messages]
+            self._refuse_long(body, "".join(each.get("content") or "" for each in messages))
             arguments = body.chat_template_kwargs or {}
             text = self._format.prompt(tokenizer, messages, tools, chosen, **arguments)
             tokens = self._tokens(body, text, add_special_tokens=False)  # the template wrote BOS
@@ -116,13 +117,13 @@ class Preparer:
         ]
         return Prepared(body, self._reply("chat", body, choices), requests, compiling)
 
-    def constrain(self, prepared: Prepared) -> None:
-        """Give requests that have a grammar what `compiling` has come to; raises ApiError."""
-        first = prepared.requests[0]
+    @staticmethod
+    def constrain(prepared: Prepared) -> None:
+        """Give requests what `compiling` has come to, without waiting; raises ApiError."""
+        if prepared.compiling is None:
+            return
         try:
-            if prepared.compiling is not None:
-                prepared.compiling.outcome()
-            compiled = self._engine.validate(first.prompt_tokens, first.params)
+            compiled = prepared.compiling.outcome()
         except RequestError as error:
             raise prepared.body.error(error) from None
         for request in prepared.requests:
@@ -246,9 +247,14 @@ class Preparer:
         return self._engine.tokenizer
 
     def _tokens(self, body: Body, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of a prompt; what cannot fit is refused unseen, since megabytes would cost many seconds."""
-        tokenizer, longest = self._tokenizer("prompt"), self._engine.max_model_len
-        fewest = tokenizer.fewest_tokens(text)
+        """Tokens of a prompt that may fit."""
+        self._refuse_long(body, text)
+        return self._tokenizer("prompt").encode(text, add_special_tokens=add_special_tokens)
+
+    def _refuse_long(self, body: Body, text: str) -> None:
+        """Refuse what cannot fit before it is tokenized, or a template is filled: megabytes take seconds."""
+        longest = self._engine.max_model_len
+        fewest = self._tokenizer("prompt").fewest_tokens(text)
         if fewest > longest:
             raise ApiError(
                 400,
@@ -257,7 +263,6 @@ class Preparer:
                 param=body.field_name("prompt"),
                 code="context_length_exceeded",
             )
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _requests(
         self, body: Body, tokens: list[int], grammar: Grammar | None, *, default: int | None
@@ -277,7 +282,7 @@ class Preparer:
         limit = asked if asked is not None else room if default is None else min(default, room)
         # No tokens at all: the engine makes one with the prompt's, which the reply leaves out.
         params = body.sampling_params(max(limit, 1), grammar)
-        self._engine.validate(tokens, replace(params, grammar=None))  # no thread waits for one
+        self._engine.check(tokens, params)
         name = f"{REQUEST_ID.get() or 'local'}-{uuid.uuid4().hex}"  # a client may give an id twice
         return [
             Request(
@@ -287,6 +292,7 @@ class Preparer:
                 choice=choice,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt,
+                is_checked=True,
             )
             for choice in range(body.choices)
         ]

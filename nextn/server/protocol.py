@@ -13,10 +13,11 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from nextn.engine.grammar import Grammar, GrammarsBusy
-from nextn.engine.request import SamplingParams
+from nextn.engine.request import MAX_STOP_STRINGS, SamplingParams
 from nextn.errors import NextnError, RequestError
 from nextn.server.constraints import Constraints
 from nextn.server.fields import (
+    AtMost,
     CacheSalt,
     Choices,
     Count,
@@ -34,7 +35,7 @@ from nextn.server.fields import (
     invalid,
     listed,
 )
-from nextn.server.messages import AnyToolChoice, Message, ToolChoice, Tools
+from nextn.server.messages import AnyToolChoice, Messages, ToolChoice, Tools
 
 _T = TypeVar("_T")
 _BodyT = TypeVar("_BodyT", bound=Strict)
@@ -134,8 +135,8 @@ class Body(Constraints):
     repetition_penalty: float | None = None
     logit_bias: LogitBias | None = None
     seed: Int64 | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(listed)] = None
-    stop_token_ids: Annotated[list[Int64], Field(max_length=256)] | None = None
+    stop: Annotated[list[str] | None, AtMost(MAX_STOP_STRINGS), BeforeValidator(listed)] = None
+    stop_token_ids: Annotated[list[Int64], Field(max_length=256), AtMost(256)] | None = None
     ignore_eos: bool | None = None
     n: Choices | None = None
     logprobs_mode: Literal["processed", "raw"] | None = None
@@ -161,6 +162,13 @@ class Body(Constraints):
     def _agrees(self) -> Body:
         if self.stream_options is not None and not self.stream:
             invalid("is only allowed when stream is true", "stream_options")
+        options = self.stream_options
+        if options is not None and options.continuous_usage_stats and not options.include_usage:
+            invalid("goes with include_usage true", "stream_options")
+        if self.include_speculation and self.stream and not self.include_usage:
+            invalid(
+                "is part of the usage: in a stream, set stream_options.include_usage", "include_speculation"
+            )
         self.constraint  # noqa: B018 (refuses two at once)
         return self
 
@@ -261,7 +269,7 @@ class CompletionBody(Body):
 class ChatBody(Body):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Messages
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
@@ -326,7 +334,7 @@ class TokenizeBody(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Messages | None = None
     tools: Tools | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -348,7 +356,7 @@ class DetokenizeBody(Strict):
     """Body of POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[Int64], Field(max_length=2**20)]
+    tokens: Annotated[list[Int64], Field(max_length=2**20, fail_fast=True)]
 
 
 def _or(value: _T | None, default: _T) -> _T:

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -580,3 +581,48 @@ def test_a_checkpoint_answers_within_its_grammar(spec: SpecConfig | None) -> Non
     assert set(value) == {"name", "age"}
     assert 0 <= value["age"] <= 150
     assert re.fullmatch("(la )*(l|la)?", answers[1].text)
+
+
+DEEP = {
+    "rules": ("ebnf", "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4700)) + '\nr4700: "a"'),
+    "terminals": ("ebnf", "start: T0\n" + "\n".join(f"T{i}: T{i + 1}" for i in range(3800)) + '\nT3800: "a"'),
+    "references": (
+        "json_schema",
+        json.dumps(
+            {
+                "$ref": "#/$defs/a0",
+                "$defs": {
+                    **{f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(1440)},
+                    "a1440": {"type": "integer"},
+                },
+            }
+        ),
+    ),
+}
+"""Chains as long as a grammar's text may hold: the library calls itself once a link."""
+
+SCRIPT = """
+import sys
+from nextn import demo
+from nextn.engine.grammar import Grammar, Grammars, Vocabulary
+from nextn.text import Tokenizer
+
+tokenizer = Tokenizer(demo.path())
+grammars = Grammars(lambda: Vocabulary.of(tokenizer, 4096, tokenizer.eos_token_ids))
+compiled = grammars.compile(Grammar(sys.argv[1], sys.stdin.read()))
+matcher = compiled.matcher()
+print(matcher.check())
+matcher.advance(tokenizer.encode("a", add_special_tokens=False) * 2)  # not allowed, so it begins anew
+print(matcher.error is not None)
+"""
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_a_grammar_of_thousands_of_links_ends_no_process(name: str) -> None:
+    """It is compiled, and begun anew from a thread with an ordinary stack, which it would overflow."""
+    kind, text = DEEP[name]
+    assert len(text) <= MAX_TEXT
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, kind], input=text, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "None\nTrue\n"), done.stderr[-500:]

@@ -61,7 +61,7 @@ class FakeEngine:
     _open: dict[str, _Open] = field(default_factory=dict)
     _ended: list[Output] = field(default_factory=list)
 
-    def validate(self, prompt_tokens: list[int], params: SamplingParams) -> None:
+    def check(self, prompt_tokens: list[int], params: SamplingParams) -> None:
         if not prompt_tokens:
             raise RequestError("the prompt is empty", "prompt")
         if not all(0 <= token < 500 for token in prompt_tokens):
@@ -73,7 +73,7 @@ class FakeEngine:
 
     def add(self, request: Request) -> None:
         self.threads.add(threading.get_ident())
-        self.validate(request.prompt_tokens, request.params)
+        self.check(request.prompt_tokens, request.params)
         detokenizer = Detokenizer(self.tokenizer, request.params.stop) if self.tokenizer else None
         self._open[request.request_id] = _Open(request, self.script(request), detokenizer)
         self.seen.append(request)

@@ -30,8 +30,8 @@ class Scripted(FakeEngine):
     gate: Path | None = None
     hang: str = ""
 
-    def validate(self, prompt_tokens: list[int], params: SamplingParams) -> None:
-        super().validate(prompt_tokens, params)
+    def check(self, prompt_tokens: list[int], params: SamplingParams) -> None:
+        super().check(prompt_tokens, params)
         if self.hang == "prepare":
             hang_here()
 

@@ -11,11 +11,13 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from nextn.engine.request import Output
 from nextn.errors import RequestError
 from nextn.server import prepare, ticket
 from nextn.server.bridge import Bridge
+from nextn.server.protocol import ChatBody, CompletionBody
 from tests.server.conftest import ANSWER
 from tests.server.fake import FakeEngine, Running, running_server, wait_until
 
@@ -299,7 +301,7 @@ def test_a_chat_that_cannot_fit_is_refused_before_it_is_tokenised(
     seen: list[str] = []
     monkeypatch.setattr(tokenizer, "encode", lambda text, **_: seen.append(text))
     with running_server(engine) as running:
-        for messages in (CHAT["messages"] * 5000, [{"role": "user", "content": "a" * 100_000}]):
+        for messages in (CHAT["messages"] * 4000, [{"role": "user", "content": "a" * 100_000}]):
             answer = _post(running, "chat/completions", json.dumps({"messages": messages}).encode())
             assert answer.status_code == 400
             error = answer.json()["error"]
@@ -391,7 +393,7 @@ def test_an_engine_s_refusal_that_quotes_a_long_grammar_is_cut(
     def refuse(*_: object) -> None:
         raise RequestError("the grammar cannot be used: " + "(?:" * 20_000, "grammar")
 
-    monkeypatch.setattr(engine, "validate", refuse)
+    monkeypatch.setattr(engine, "check", refuse)
     with running_server(engine) as running:
         answer = _post(running, "completions", b'{"prompt": "a", "guided_regex": "(?:"}')
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "guided_regex")
@@ -442,3 +444,38 @@ def test_an_answer_of_endless_logprobs_is_refused_before_it_is_computed(
     assert httpx.post(shared.url + "/v1/completions", json=body, timeout=60).status_code == 200
     refused = httpx.post(shared.url + "/v1/completions", json=body | {"n": 2}, timeout=60)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": "x", "stop": [1] * 400_000}),
+        ("completions", {"prompt": "x", "stop_token_ids": ["a"] * 400_000}),
+        ("completions", {"prompt": "x", **{f"f{i}": 1 for i in range(100_000)}}),
+        ("completions", {"prompt": "x", "metadata": {f"f{i}": 1 for i in range(100_000)}}),
+        ("completions", {"prompt": "x", "logit_bias": {f"f{i}": 1 for i in range(100_000)}}),
+        ("chat/completions", CHAT | {"chat_template_kwargs": {f"f{i}": [] for i in range(100_000)}}),
+        ("chat/completions", CHAT | {"tools": [1] * 400_000}),
+        ("chat/completions", {"messages": [1] * 400_000}),
+        ("chat/completions", {"messages": [{"role": "user", "content": ""}] * 20_000}),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "", **{f"f{i}": 1 for i in range(100_000)}}]},
+        ),
+    ],
+    ids=str.split(
+        "stop stop_ids unknown metadata bias template tools messages empty_messages message_fields"
+    ),
+)
+def test_a_million_mistakes_cost_no_more_than_one(
+    path: str, body: dict[str, Any], engine: FakeEngine
+) -> None:
+    """One error is made, of the first: to make them all would hold the interpreter for many seconds."""
+    kind = ChatBody if path.startswith("chat") else CompletionBody
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate(body)
+    assert found.value.error_count() <= 2
+    with running_server(engine) as running:
+        answer = _post(running, path, json.dumps(body).encode())
+    assert answer.status_code == 400
+    assert len(answer.text) < 1000

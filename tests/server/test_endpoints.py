@@ -405,7 +405,7 @@ def test_a_defect_is_logged_and_answered_with_the_id(
     def fails(*_: object) -> None:
         raise ZeroDivisionError("a defect")
 
-    engine.validate = fails  # type: ignore[method-assign,assignment]
+    engine.check = fails  # type: ignore[method-assign,assignment]
     with caplog.at_level(logging.ERROR), running_server(engine) as running:
         answer = httpx.post(running.url + "/v1/chat/completions", json=CHAT, headers={"x-request-id": "d"})
     assert answer.status_code == 500

@@ -502,3 +502,20 @@ def test_bytes_are_parsed_or_refused(kind: type[ChatBody], content: bytes) -> No
     except ApiError as error:
         outcome = error
     assert isinstance(outcome, kind) or (isinstance(outcome, ApiError) and outcome.status == 400)
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("stream_options", {"stream": True, "stream_options": {"continuous_usage_stats": True}}),
+        ("include_speculation", {"stream": True, "include_speculation": True}),
+    ],
+)
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_field_that_would_have_no_effect_is_refused(
+    path: str, field: str, fields: dict[str, Any], http: httpx.Client
+) -> None:
+    """It changes an answer's part that is not asked for."""
+    body = {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    answer = http.post(f"/v1/{path}", json=body | fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)

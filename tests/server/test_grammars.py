@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 import nextn.engine.grammar as grammar_module
-from nextn.engine.grammar import Grammar, Grammars, GrammarsBusy, Vocabulary
+from nextn.engine.grammar import MAX_CACHED, Grammar, Grammars, GrammarsBusy, Vocabulary
 from nextn.errors import RequestError
 from tests.grammars import VOCABULARY
 from tests.server.fake import FakeEngine, running_server, wait_until
@@ -150,13 +150,13 @@ def test_a_grammar_of_no_use_is_counted_and_refused_over_http_with_its_field(eng
 
 
 def test_the_engine_s_own_refusal_of_a_grammar_names_the_body_s_field(engine: FakeEngine) -> None:
-    """It is asked once the grammar is there, and before the request is queued."""
+    """It is asked before the grammar is compiled."""
 
     def refuse(_: object, params: Any) -> None:
         if params.grammar is not None:
             raise RequestError("no end-of-sequence token", "grammar")
 
-    engine.validate = refuse  # type: ignore[method-assign]
+    engine.check = refuse  # type: ignore[method-assign]
     with running_server(engine) as running:
         for path, prompt in (
             ("completions", {"prompt": "a"}),
@@ -165,3 +165,19 @@ def test_the_engine_s_own_refusal_of_a_grammar_names_the_body_s_field(engine: Fa
             answer = httpx.post(f"{running.url}/v1/{path}", json=prompt | {"guided_regex": "a"})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "guided_regex")
     assert engine.seen == []
+
+
+def test_a_grammar_is_compiled_once_however_many_others_come_meanwhile(engine: FakeEngine) -> None:
+    """More than are kept wait together; each request gets what its own turn has brought."""
+    seconds: list[float] = []
+    count = MAX_CACHED + 20
+    with _held() as (grammars, release), running_server(_with(engine, grammars), max_open=100) as running:
+        grammars.on_compiled = seconds.append
+        url = running.url + "/v1/completions"
+        with ThreadPoolExecutor(count) as pool:
+            asked = [pool.submit(httpx.post, url, json=_regex(i), timeout=60) for i in range(count)]
+            wait_until(lambda: grammars.queued >= count - 2)
+            release.set()
+            assert [each.result().status_code for each in asked] == [200] * count
+    assert len(seconds) == count
+    assert all(request.compiled is not None for request in engine.seen)

@@ -177,14 +177,14 @@ def test_a_request_that_is_being_read_has_its_place_and_gives_it_back(engine: Fa
 def test_a_place_is_given_back_whatever_comes_of_the_request(
     engine: FakeEngine, status: int, content: bytes | None, kind: str
 ) -> None:
-    validate = engine.validate
+    check = engine.check
 
     def checked(tokens: list[int], params: Any) -> None:
         if engine.tokenizer is not None and engine.tokenizer.decode(tokens).endswith("defect"):
             raise ZeroDivisionError("a defect")
-        validate(tokens, params)
+        check(tokens, params)
 
-    engine.validate = checked  # type: ignore[method-assign]
+    engine.check = checked  # type: ignore[method-assign]
     with running_server(engine, max_open=2, max_body_bytes=1000, body_seconds=0.2) as running:
         if content is None:
             with _begin(running) as connection:
@@ -361,7 +361,7 @@ def test_a_short_answer_is_finished_before_the_server_ends(engine: FakeEngine) -
 def test_a_request_that_is_cancelled_as_the_server_ends_is_unavailable(engine: FakeEngine) -> None:
     """One whose text is still being tokenised, say; the application does not raise, so nothing is logged."""
     entered, leave = threading.Event(), threading.Event()
-    engine.validate = lambda *_: entered.set() or leave.wait(20)  # type: ignore[method-assign,assignment]
+    engine.check = lambda *_: entered.set() or leave.wait(20)  # type: ignore[method-assign,assignment]
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
