@@ -23,13 +23,16 @@ Prompt = str | Sequence[int]
 class Completion:
     """The whole answer to one prompt; log-probabilities, one a token, where they were asked for.
 
-    cached_tokens: prompt tokens that were found in the prefix cache.
+    stop_reason: the stop string or stop token that ended it. error: why it could not go on, where
+    finish_reason is "error". cached_tokens: prompt tokens that were found in the prefix cache.
     """
 
     prompt_tokens: list[int]
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -94,7 +97,9 @@ class LLM:
                     completion.prompt_logprobs = list(output.prompt_logprobs)
                 completion.acceptance = output.acceptance
                 completion.cached_tokens = output.cached_tokens
-                completion.finish_reason = output.finish_reason or completion.finish_reason
+                if output.finish_reason is not None:
+                    completion.finish_reason = output.finish_reason
+                    completion.stop_reason, completion.error = output.stop_reason, output.error
 
     def chat(self, messages: list[dict[str, str]], params: SamplingParams | None = None) -> Completion:
         """Answer one conversation through the checkpoint's own chat template."""

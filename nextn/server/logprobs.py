@@ -40,8 +40,18 @@ class Offsets:
         start = self._position
         if self._tokenizer is not None:
             data = self._tokenizer.token_bytes(token, skip_special_tokens)
+            start += _is_broken(self._utf8.getstate()[0], data)  # behind what stands for the broken one
             self._position += len(self._utf8.decode(data))
         return start, self._position + bool(self._utf8.getstate()[0])
+
+
+def _is_broken(begun: bytes, data: bytes) -> bool:
+    """Whether bytes that begin a character cannot become one with what follows them."""
+    try:
+        (begun + data[:1]).decode()
+    except UnicodeDecodeError as error:
+        return bool(begun) and bool(data) and error.reason != "unexpected end of data"
+    return False
 
 
 class ShownTokens:

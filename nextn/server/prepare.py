@@ -84,7 +84,7 @@ class Preparer:
             compiling = self._begin(grammar)
         except RequestError as error:
             raise body.error(error) from None
-        return Prepared(body, self._reply("text", body, choices), requests, compiling)
+        return Prepared(body, self._reply("text", body, choices, requests), requests, compiling)
 
     def chat(self, content: bytes) -> Prepared:
         """POST /v1/chat/completions."""
@@ -115,7 +115,7 @@ class Preparer:
             )
             for index in range(body.choices)
         ]
-        return Prepared(body, self._reply("chat", body, choices), requests, compiling)
+        return Prepared(body, self._reply("chat", body, choices, requests), requests, compiling)
 
     @staticmethod
     def constrain(prepared: Prepared) -> None:
@@ -233,8 +233,9 @@ class Preparer:
                 param="n" if body.choices > 1 else "prompt",
             )
 
-    def _reply(self, kind: str, body: Body, choices: Sequence[Answer]) -> Reply:
+    def _reply(self, kind: str, body: Body, choices: Sequence[Answer], requests: Sequence[Request]) -> Reply:
         usage = Usage(
+            sum(len(request.prompt_tokens) for request in requests[:: body.choices]),
             body.choices,
             with_speculation=bool(body.include_speculation),
             counts_completion=body.token_limit != 0,

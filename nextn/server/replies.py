@@ -163,9 +163,15 @@ class ChatChoice:
 
 
 class Usage:
-    """Token counts of a request, summed over its choices; each prompt counts once, whatever its choices."""
+    """Token counts of a request, summed over its choices; each prompt counts once, whatever its choices.
 
-    def __init__(self, per_prompt: int, *, with_speculation: bool, counts_completion: bool = True) -> None:
+    prompt_tokens: of all prompts. per_prompt: choices of each.
+    """
+
+    def __init__(
+        self, prompt_tokens: int, per_prompt: int, *, with_speculation: bool, counts_completion: bool = True
+    ) -> None:
+        self._prompt_tokens = prompt_tokens
         self._per_prompt = per_prompt
         self._with_speculation = with_speculation
         self._counts_completion = counts_completion
@@ -178,7 +184,7 @@ class Usage:
     def body(self) -> dict[str, object]:
         """OpenAI's usage object."""
         firsts = [output for index, output in self._last.items() if index % self._per_prompt == 0]
-        prompt = sum(output.prompt_tokens for output in firsts)
+        prompt = self._prompt_tokens
         completion = sum(output.completion_tokens for output in self._last.values())
         completion *= self._counts_completion
         return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from nextn.engine.request import Output, Request, SamplingParams
 from nextn.server.chat import MARKERS
-from nextn.server.logprobs import ShownTokens, Spelling, prompt_entries
+from nextn.server.logprobs import Offsets, ShownTokens, Spelling, prompt_entries
 from nextn.text import MARKERS as SHOWN_MARKERS
 from nextn.text import Tokenizer
 from tests.server.byte_bpe import write_tokenizer
@@ -242,6 +243,39 @@ def test_usage_may_come_with_every_chunk(shared: Running) -> None:
     assert counts == sorted(counts)
     assert counts[0] < counts[len(counts) // 2] < counts[-1]
     assert events[-1]["usage"] == events[-2]["usage"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("chat/completions", CHAT), ("completions", {"prompt": ["a", "bcd"]})]
+)
+def test_every_chunk_s_usage_counts_all_prompts(path: str, body: dict[str, Any], shared: Running) -> None:
+    """From the first on, before any of them is computed, and each once whatever its choices."""
+    body = body | {"n": 2, "max_tokens": 4, "stream": True}
+    body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    events = _events(httpx.post(f"{shared.url}/v1/{path}", json=body))
+    whole = httpx.post(f"{shared.url}/v1/{path}", json=body | {"stream": False, "stream_options": None})
+    expected = whole.json()["usage"]["prompt_tokens"]
+    assert expected > 0
+    assert {event["usage"]["prompt_tokens"] for event in events} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("data", "starts"),
+    [
+        (b"\xe4\xe4\xe4a", [0, 1, 2, 3]),
+        (b"\xe4\xb8a", [0, 0, 1]),
+        (b"\xf0\x9f\xe4\xb8\xada", [0, 0, 1, 1, 1, 2]),
+        (b"\xe0\x80a", [0, 1, 2]),
+        ("ä中🙂\ufffda".encode(), [0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 4]),
+    ],
+)
+def test_offsets_are_where_texts_begin_however_broken_their_characters(
+    data: bytes, starts: list[int]
+) -> None:
+    """One token a byte: it begins where its character does, or behind what stands for one that it breaks."""
+    tokenizer = SimpleNamespace(token_bytes=lambda token, skip: bytes([token]))
+    offsets = Offsets(tokenizer)  # type: ignore[arg-type]
+    assert [offsets.push(byte)[0] for byte in data] == starts
 
 
 @pytest.mark.parametrize("stream", [False, True])
