@@ -1,8 +1,8 @@
 """What an engine on a GPU would hold at most during a step, beside weights, rows and cache.
 
-`python -m tests.memory_peaks` runs steps of DeepSeek-V3's real sizes on two layers, one of them dense, and
+`python -m tests.memory_peaks` runs steps of DeepSeek-V3's real sizes on three layers, one of them dense, and
 prints for each case the largest sum of bytes of tensors that were made in one step and lived at a time, and
-what the memory plan keeps for it.
+what the memory plan keeps for it. Three, because a layer's networks run beside what those before them left.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,8 +20,15 @@ from tests.unlaunched import V3, engine_of, in_process, no_launches
 
 RANK: dict[str, Any] = {
     **V3, "vocab_size": 129_280, "hidden_size": 7168, "q_lora_rank": 1536, "intermediate_size": 2304,
+    "num_hidden_layers": 3,
 }  # fmt: skip
 """One of eight ranks, but for its number of layers."""
+WHOLE: dict[str, Any] = {
+    **RANK, "num_attention_heads": 128, "intermediate_size": 18_432, "moe_intermediate_size": 2048,
+    "n_routed_experts": 16,
+}  # fmt: skip
+"""All heads and whole networks, but few of them: nobody's tensors grow with their number."""
+PROCESSORS, MAX_LEN = 132, 40_000
 
 
 def peaks() -> dict[str, tuple[int, int]]:
@@ -64,12 +72,12 @@ class Peak(TorchDispatchMode):
 
 def main() -> None:
     """Run every case."""
+    from nextn.kernels import attention, prefill
+
+    attention.INTERPRETED_SPLITS = PROCESSORS
+    prefill.expand_entries = _unexpanded  # the only product that is torch's own
     with no_launches():
         print(json.dumps({name: list(case()) for name, case in CASES.items()}))
-
-
-def _engine(**settings: Any) -> Any:
-    return engine_of(RANK, 40_000, **settings)
 
 
 def _largest(engine: Any, step: str, requests: list[Any]) -> int:
@@ -107,37 +115,92 @@ EVERYTHING: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _prefill(count: int, length: int, **params: Any) -> tuple[int, int]:
+def _unexpanded(entries: Tensor, weight: Tensor) -> Tensor:
+    return entries.new_empty(entries.shape[0], weight.shape[0] * weight.shape[1])
+
+
+def _shapes(config: dict[str, Any]) -> Any:
+    from nextn.config import ModelConfig
+    from nextn.engine.memory import _Shapes
+
+    return _Shapes.of(ModelConfig.from_dict(config), torch.bfloat16, kernels=True)
+
+
+def _prefill(
+    count: int, length: int, chunk: int = 2048, *, model: dict[str, Any] = RANK, **params: Any
+) -> tuple[int, int]:
     from nextn.config import EngineConfig
     from nextn.engine.memory import _prefill_bytes
 
-    engine = _engine(max_running_requests=count)
+    settings = {"max_running_requests": count, "chunked_prefill_size": chunk}
+    engine = engine_of(model, MAX_LEN, **settings)
     found = _largest(engine, "prefill", _requests(count, length, 1, **params))
-    return found, _prefill_bytes(
-        engine.worker.models.cfg, EngineConfig(max_running_requests=count), kernels=True
-    )
+    return found, _prefill_bytes(_shapes(model), EngineConfig(**settings), MAX_LEN)
 
 
-def _decode(count: int, spec: str, **params: Any) -> tuple[int, int]:
+def _decode(count: int, spec: str, *, model: dict[str, Any] = RANK, **params: Any) -> tuple[int, int]:
     from nextn.config import EngineConfig, SpecConfig
     from nextn.engine.memory import _decode_bytes
 
-    settings: dict[str, Any] = {"max_running_requests": count, "spec": SpecConfig.parse(spec)}
-    engine = _engine(**settings)
+    settings: dict[str, Any] = {
+        "max_running_requests": count, "spec": None if spec == "off" else SpecConfig.parse(spec),
+    }  # fmt: skip
+    engine = engine_of(model, MAX_LEN, **settings)
     found = _largest(engine, "launch", _requests(count, 70, 6, **params))
-    return found, _decode_bytes(engine.worker.models.cfg, EngineConfig(**settings), kernels=True)
+    return found, _decode_bytes(_shapes(model), EngineConfig(**settings))
+
+
+def _catch_up(count: int, *, model: dict[str, Any] = RANK) -> tuple[int, int]:
+    """What bringing up the draft takes, which follows a plain step."""
+    from nextn.config import EngineConfig
+    from nextn.engine.memory import _decode_bytes
+    from nextn.engine.request import Request
+
+    engine = engine_of(model, MAX_LEN, max_running_requests=count)
+    spec = engine.spec
+    requests: list[Request] = _requests(count, 70, 40)
+    for request in requests:
+        engine.add(request)
+    engine.set_spec(None)
+    for _ in range(count + 3):
+        engine.step()
+    engine.set_spec(spec)
+    largest = _largest(engine, "_keep_draft", [])
+    return largest, _decode_bytes(_shapes(model), EngineConfig(max_running_requests=count))
+
+
+def _chains(count: int, *, model: dict[str, Any] = RANK) -> tuple[int, int]:
+    """What `count` short prompts of one chain each take, as a graph would compute them."""
+    from nextn.engine.memory import _chain_bytes
+    from nextn.engine.prefill import CHAIN, HEADER, chain_step
+
+    worker = engine_of(model, MAX_LEN, max_running_requests=count).worker
+    chains = torch.zeros(count, HEADER + 2 * CHAIN, dtype=torch.int64)
+    chains[:, 0], chains[:, 2:HEADER] = torch.arange(count), torch.tensor([CHAIN, 1, 1])
+    with torch.inference_mode(), Peak() as peak:
+        chain_step(worker.models, worker.state, chains, worker.options)
+    return peak.peak, _chain_bytes(_shapes(model))
 
 
 CASES = {
     "prefill 1 x 2048": lambda: _prefill(1, 2048),
+    "prefill 1 x 8192": lambda: _prefill(1, 8192, 8192),
+    "prefill 1 x 2048 behind 8k, all heads": lambda: _prefill(1, 10_240, model=WHOLE),
     "prefill 256 x 8, every option": lambda: _prefill(256, 8, **EVERYTHING),
-    "prefill 16 x 128, prompt log-probabilities": lambda: _prefill(16, 128, prompt_logprobs=5),
+    "prefill 1 x 512 by 128, prompt log-probabilities": lambda: _prefill(1, 512, 128, prompt_logprobs=5),
     "decode 16 x 4": lambda: _decode(16, "2/4/4"),
     "decode 64 x 4, every option": lambda: _decode(64, "2/4/4", **EVERYTHING),
     "decode 64 x 4 of a chain, every option": lambda: _decode(64, "3/1/4", **EVERYTHING),
+    "decode 16 x 4 of a deep tree, every option": lambda: _decode(16, "20/3/4", **EVERYTHING),
     "decode 16 x 32, every option": lambda: _decode(16, "5/8/32", **EVERYTHING),
     "decode 1 x 64, every option": lambda: _decode(1, "9/8/64", **EVERYTHING),
+    "decode 1 x 1": lambda: _decode(1, "off"),
+    "catch-up 16": lambda: _catch_up(16),
+    "catch-up 16, all heads": lambda: _catch_up(16, model=WHOLE),
+    "chains 16": lambda: _chains(16),
+    "chains 16, all heads": lambda: _chains(16, model=WHOLE),
 }
+"""Each gives the bytes found and those planned."""
 
 
 if __name__ == "__main__":

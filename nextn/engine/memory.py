@@ -9,11 +9,12 @@ import torch
 
 from nextn.config import MAX_TREE_NODES, EngineConfig, ModelConfig
 from nextn.engine.launched import PIPELINE_DEPTH
-from nextn.engine.prefill import LOGIT_SLICE
+from nextn.engine.prefill import CHAIN, LOGIT_SLICE, MAX_CHAINS
 from nextn.engine.request import MAX_BANNED, MAX_BIASES
 from nextn.engine.state import RING
 from nextn.errors import CapacityError, ConfigError
 from nextn.kernels.ref.attention import PIECES_BYTES, WORKSPACE_BYTES
+from nextn.kernels.ref.sampling import CPU_BLOCK
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +25,16 @@ GRAPH_BYTES = 2 << 30
 """Kept free for captured steps, which are recorded after the cache is allocated, beside what the largest of
 them computes with: all share that."""
 
-SPLIT_ROWS = 64
-"""Up to so many rows a product over the vocabulary comes in two parts that are added."""
+FEW_TOKENS = 64
+"""Up to so many, a product's sum is cut into parts that are added: at most MOST_PARTS, two of the head's."""
+
+MOST_PARTS = 16
+
+ATTENTION_PROGRAMS = 160
+"""At least as many as a GPU has SMs: each has room for one tile's result beside those of whole rows."""
+
+TILE_QUERIES = 64
+"""Queries of a tile, a node's heads among them."""
 
 GIB = 2**30
 
@@ -109,15 +118,16 @@ def _needs(
         other = total - free - torch.cuda.memory_reserved(device)
     recorded = device.type != "cpu" and config.cuda_graphs and dtype == torch.bfloat16
     kernels = device.type != "cpu" and dtype != torch.float64
-    decode = _decode_bytes(cfg, config, kernels=kernels)
+    shapes = _Shapes.of(cfg, dtype, kernels=kernels)
+    decode = _decode_bytes(shapes, config)
     return _Needs(
         limit,
         weights,
         other,
         rows=_row_bytes(cfg, config, dtype, max_model_len),
-        prefill=_prefill_bytes(cfg, config, kernels=kernels),
+        prefill=_prefill_bytes(shapes, config, max_model_len),
         decode=decode,
-        graphs=GRAPH_BYTES + decode if recorded else 0,
+        graphs=GRAPH_BYTES + max(decode, _chain_bytes(shapes)) if recorded else 0,
     )
 
 
@@ -165,48 +175,123 @@ def tokens_each(num_pages: int, config: EngineConfig) -> int:
     return max(0, room)
 
 
-def _experts_a_token(cfg: ModelConfig) -> int:
-    """Networks whose outputs a token sums: of a dense model its only one."""
-    return cfg.num_experts_per_tok + cfg.n_shared_experts if cfg.n_routed_experts else 1
+@dataclass(frozen=True, slots=True)
+class _Shapes:
+    """What a model's tensors take in a step: bytes a token, with every dimension that they grow with.
 
-
-def _choice_bytes(cfg: ModelConfig, nodes: int, rows: int, positions: int, *, kernels: bool) -> int:
-    """Most that choosing the tokens of `nodes` nodes of `rows` rows holds at a time, with every option.
-
-    positions: that a row chooses for, each with its noise and, of one node, log-probabilities. Without
-    kernels, filters sort: values, their places, the mass in float64, masks.
+    item: bytes of a number in the layers; wide: of one in logits and unrounded sums. experts: networks whose
+    outputs a token sums, of a dense model its only one. kernels: logits are adjusted without a sort.
     """
-    a_node = 4 + 4 + 4 if kernels else 48  # logits, logits adjusted, keys of the filters
-    a_row = 4 + 1 + positions * (4 + 3 * 4)  # counts, marks of the prompt, noise, three kinds of logits
-    parts = 2 * 4 * min(nodes, SPLIT_ROWS)  # of a product that is split
-    return cfg.vocab_size * (nodes * a_node + rows * a_row + parts)
+
+    cfg: ModelConfig
+    item: int
+    wide: int
+    experts: int
+    kernels: bool
+
+    @staticmethod
+    def of(cfg: ModelConfig, dtype: torch.dtype, *, kernels: bool) -> _Shapes:
+        """The shapes of a model in `dtype`."""
+        experts = cfg.num_experts_per_tok + cfg.n_shared_experts if cfg.n_routed_experts else 1
+        return _Shapes(cfg, dtype.itemsize, max(4, dtype.itemsize), experts, kernels)
+
+    @property
+    def stream(self) -> int:
+        """What a layer holds of a token beside its attention or network, as Python releases it.
+
+        Three states of the residual stream, two norms and attention's product; and until the layer ends, what
+        came into it: the networks' outputs of the layer before, or what the NextN layer starts from, which
+        are the target's states, those gathered of them, cleaned, and joined with the embedding. Then what
+        layers share: rotary factors, latents, numbers.
+        """
+        cfg = self.cfg
+        before = max(self.item * self.experts, 5 * self.item + self.wide)
+        shared = self.item * (2 * cfg.qk_rope_head_dim + cfg.latent_dim) + 64
+        return cfg.hidden_size * (5 * self.item + self.wide + before) + shared
+
+    @property
+    def network(self) -> int:
+        """Gate and up, their product and the output, of the dense network or of all experts of a token."""
+        cfg, item, wide = self.cfg, self.item, self.wide
+        dense = cfg.intermediate_size * (2 * wide + item) + wide * cfg.hidden_size
+        if not cfg.n_routed_experts:
+            return dense
+        routing = wide * cfg.n_routed_experts + 16 * cfg.num_experts_per_tok
+        return max(dense, self.experts * item * (cfg.hidden_size + cfg.moe_intermediate_size) + routing)
+
+    @property
+    def prefill_attention(self) -> int:
+        """The stacked down projection, queries before and after rotation, on their way, and the values."""
+        cfg, item = self.cfg, self.item
+        heads = 2 * cfg.qk_head_dim + 4 * cfg.qk_rope_head_dim + cfg.v_head_dim
+        return item * cfg.num_attention_heads * heads + self.wide * ((cfg.q_lora_rank or 0) + cfg.latent_dim)
+
+    @property
+    def decode_attention(self) -> int:
+        """Queries, absorbed too, values in latent space, and as they are; tiles' results come on top."""
+        cfg = self.cfg
+        values = cfg.latent_dim + cfg.kv_lora_rank + cfg.v_head_dim
+        return cfg.num_attention_heads * (self.wide * cfg.qk_head_dim + self.item * values)
+
+    def decode_forward(self, rows: int, nodes: int) -> int:
+        """Most that a forward over `nodes` tokens of each row holds at a time."""
+        cfg, tokens = self.cfg, rows * nodes
+        tiles = ATTENTION_PROGRAMS + rows * -(-nodes * cfg.num_attention_heads // TILE_QUERIES)
+        results = tiles * TILE_QUERIES * (self.item * cfg.kv_lora_rank + 4)
+        parts = min(tokens, FEW_TOKENS) * MOST_PARTS * self.wide * cfg.hidden_size
+        return tokens * (self.stream + max(self.decode_attention, self.network)) + results + parts
+
+    def choice(self, nodes: int, rows: int, levels: int, rated: int) -> int:
+        """Most that choosing the tokens of `nodes` nodes of `rows` rows holds at a time, with every option.
+
+        levels: positions a row with noise. rated: tokens a row with log-probabilities. Without kernels,
+        filters sort (values, their places, the mass in float64, masks) and noise is made of int64.
+        """
+        a_node = 3 * self.wide if self.kernels else 36 + 4 * self.wide  # logits, adjusted ones, filters' keys
+        a_row = 4 + 1 + self.wide * (levels + 3 * rated)  # counts, marks of the prompt, noise, logits rated
+        parts = 2 * self.wide * min(nodes, FEW_TOKENS)
+        masks = nodes * self.cfg.vocab_size // 8 + 4 * nodes
+        words = 0 if self.kernels else 112 * max(CPU_BLOCK, 4096 * rows * levels)
+        return self.cfg.vocab_size * (nodes * a_node + rows * a_row + parts) + masks + words
 
 
-def _prefill_bytes(cfg: ModelConfig, config: EngineConfig, *, kernels: bool) -> int:
+def _prefill_bytes(shapes: _Shapes, config: EngineConfig, max_model_len: int) -> int:
     """Most that one prefill step holds beside weights and cache, by its largest tensors, in bytes.
 
-    Layers come first, then the first tokens of prompts that end, then log-probabilities of prompt tokens.
+    Layers come first, then the first tokens of prompts that end, whose logits and counts stay to the end,
+    then the NextN layer, then log-probabilities of prompt tokens. Attention of float32 and float64 has no
+    kernel: what it holds of a prompt at a time grows with the prompt and is not counted.
     """
-    tokens, hidden = config.chunked_prefill_size, cfg.hidden_size
-    experts = _experts_a_token(cfg)
-    width = max(cfg.intermediate_size, cfg.moe_intermediate_size * experts)
-    stream = 4 * 2 * hidden + 4 * hidden  # residual, its norm, states of both models; one product in float32
-    queries = 4 * cfg.num_attention_heads * (2 * cfg.qk_head_dim + cfg.v_head_dim)
-    feed_forward = experts * 2 * hidden + 4 * 2 * width + 2 * width  # summands, gate and up, their product
-    layer = tokens * max(queries, feed_forward) + WORKSPACE_BYTES + PIECES_BYTES
+    cfg, tokens = shapes.cfg, config.chunked_prefill_size
+    one_head = 2 * max_model_len * (cfg.latent_dim + cfg.qk_nope_head_dim + cfg.v_head_dim)
+    expanded = max(WORKSPACE_BYTES, one_head) + PIECES_BYTES
+    layer = max(tokens * shapes.prefill_attention + expanded, tokens * shapes.network)
     ending = min(tokens, config.max_running_requests)
-    first = _choice_bytes(cfg, ending, ending, 1, kernels=kernels)
-    rated = LOGIT_SLICE * cfg.vocab_size * 5 * 4  # logits, and what a softmax makes of them on the way
-    return tokens * stream + max(layer, first, rated)
+    kept = ending * cfg.vocab_size * (2 * shapes.wide + 4 + 1)
+    states = tokens * 4 * shapes.item * cfg.hidden_size
+    rated = states + min(LOGIT_SLICE, tokens) * cfg.vocab_size * 5 * shapes.wide  # a softmax on its way
+    first = states + shapes.choice(ending, ending, 1, 1)
+    return max(kept + tokens * shapes.stream + layer, kept + rated, first)
 
 
-def _decode_bytes(cfg: ModelConfig, config: EngineConfig, *, kernels: bool) -> int:
-    """Most that the largest batch of a decode step computes with, in a graph or op by op."""
+def _decode_bytes(shapes: _Shapes, config: EngineConfig) -> int:
+    """Most that the largest batch of a decode step computes with, in a graph or op by op.
+
+    The tree's forward and the choice of its tokens together, for graphs keep what parts hand on; or bringing
+    the draft up, over more tokens but without a choice.
+    """
     spec, rows = config.spec, config.max_running_requests
-    nodes = rows * max(config.largest_tree, spec.topk if spec else 1)
-    positions = config.largest_tree if config.max_draft_tokens or spec is None else spec.width
-    choice = _choice_bytes(cfg, nodes, rows, positions, kernels=kernels)
-    return choice + nodes * 4 * cfg.hidden_size * (_experts_a_token(cfg) + 16)
+    nodes = max(config.largest_tree, spec.topk if spec else 1)
+    levels = max(config.largest_tree if config.max_draft_tokens else 1, spec.num_steps + 1 if spec else 1)
+    rated = config.largest_tree if config.max_draft_tokens or spec is None else spec.width
+    step = shapes.choice(rows * nodes, rows, levels, rated) + shapes.decode_forward(rows, nodes)
+    drafts = spec is not None or config.max_draft_tokens
+    return max(step, shapes.decode_forward(rows, RING)) if drafts else step
+
+
+def _chain_bytes(shapes: _Shapes) -> int:
+    """Most that a short prefill computes with in its graph."""
+    return shapes.choice(MAX_CHAINS, MAX_CHAINS, 1, 0) + shapes.decode_forward(MAX_CHAINS, CHAIN)
 
 
 def _row_bytes(cfg: ModelConfig, config: EngineConfig, dtype: torch.dtype, max_model_len: int) -> int:
